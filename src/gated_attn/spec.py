@@ -61,7 +61,13 @@ _INVERSES: dict[str, Callable[[float], float | None]] = {
     "linear": lambda p: p,
 }
 # Logits at which the activation is exactly the neutral element and still has a gradient.
-_IDENTITY = {("mul", "2sigmoid"): 0.0, ("mul", "linear"): 1.0, ("add", "silu"): 0.0, ("add", "tanh"): 0.0, ("add", "linear"): 0.0}
+_IDENTITY = {
+    ("mul", "2sigmoid"): 0.0,
+    ("mul", "linear"): 1.0,
+    ("add", "silu"): 0.0,
+    ("add", "tanh"): 0.0,
+    ("add", "linear"): 0.0,
+}
 
 
 @dataclass(frozen=True)
@@ -118,8 +124,6 @@ class GateSpec:
             put("layers", tuple(sorted(set(self.layers))))
         _check(self)
 
-    # -- text ---------------------------------------------------------------------------------------------------------
-
     @classmethod
     def parse(cls, text: str | GateSpec) -> GateSpec:
         """Read `position:width[:activation][,key=value...]` or a preset name; raise SpecError naming the bad token."""
@@ -128,7 +132,9 @@ class GateSpec:
         if not isinstance(text, str) or not text.strip():
             raise SpecError(f"a gate spec is one line of text such as 'output:headwise:sigmoid', not {text!r}")
         head, _, rest = text.strip().partition(",")
-        options = _options(PRESETS[head].text) | _options(rest, head=False) if head in PRESETS else _options(text.strip())
+        options = (
+            _options(PRESETS[head].text) | _options(rest, head=False) if head in PRESETS else _options(text.strip())
+        )
         bias_free = options.get("bias") == "none"
         spec = cls(**{**options, "bias": None if bias_free else options.get("bias")})
         if bias_free and spec.has_bias:
@@ -139,14 +145,14 @@ class GateSpec:
         parts = [f"{self.position}:{self.width}:{self.activation}"]
         for field in fields(self)[3:]:
             value = getattr(self, field.name)
-            default = ("query_key" if self.width == "pairwise" else "hidden") if field.name == "source" else field.default
+            default = (
+                ("query_key" if self.width == "pairwise" else "hidden") if field.name == "source" else field.default
+            )
             if value == default and type(value) is type(default):
                 continue
             key = "in" if field.name == "in_features" else field.name
             parts.append(key if value is True else f"{key}={_format(value)}")
         return ",".join(parts)
-
-    # -- meaning ------------------------------------------------------------------------------------------------------
 
     def applies_to(self, layer: int) -> bool:
         """Whether this layer (counted from 0) gets a gate."""
@@ -168,12 +174,16 @@ class GateSpec:
         """Standard deviation of the initial weights."""
         return self.std if self.std is not None else (0.0 if self.init else DEFAULT_STD)
 
-    def gate_shape(self, dim: int, heads: int, kv_heads: int | None = None, head_dim: int | None = None) -> tuple[int, int]:
+    def gate_shape(
+        self, dim: int, heads: int, kv_heads: int | None = None, head_dim: int | None = None
+    ) -> tuple[int, int]:
         """(H, G), the last two axes of the gate: heads or kv_heads or 1, by 1 or a head's channels."""
         groups, channels = self.grouping(dim, heads, kv_heads, head_dim)
         return (1 if self.width == "shared" else groups), (1 if self.width in ("headwise", "pairwise") else channels)
 
-    def grouping(self, dim: int, heads: int, kv_heads: int | None = None, head_dim: int | None = None) -> tuple[int, int]:
+    def grouping(
+        self, dim: int, heads: int, kv_heads: int | None = None, head_dim: int | None = None
+    ) -> tuple[int, int]:
         """(number of heads, channels per head) of the tensor that the gate multiplies; dense is one head of width dim."""
         head_dim = head_dim or dim // heads
         if self.position == "dense":
@@ -181,21 +191,33 @@ class GateSpec:
         return (kv_heads or heads) if self.position in ("value", "key") else heads, head_dim
 
     def linear_shape(
-        self, dim: int, heads: int, kv_heads: int | None = None, head_dim: int | None = None, latent_dim: int | None = None
+        self,
+        dim: int,
+        heads: int,
+        kv_heads: int | None = None,
+        head_dim: int | None = None,
+        latent_dim: int | None = None,
     ) -> tuple[int, int]:
         """(in, out) of the gate's linear map; in is 0 for gates that read no vector."""
         groups, width = self.gate_shape(dim, heads, kv_heads, head_dim)
         head_dim = head_dim or dim // heads
         if self.source == "latent" and latent_dim is None:
             raise SpecError(f"{str(self)!r} reads the latent query: pass latent_dim, the width of the compressed query")
-        n_in = {"hidden": dim, "query": head_dim, "query_key": head_dim, "latent": latent_dim}.get(self.source or "", 0) or 0
+        n_in = {"hidden": dim, "query": head_dim, "query_key": head_dim, "latent": latent_dim}.get(
+            self.source or "", 0
+        ) or 0
         if self.in_features is not None and self.in_features > n_in:
             raise SpecError(f"'in={self.in_features}' asks for more channels than {self.source} has ({n_in})")
         n_in = self.in_features or n_in
         return n_in, {"query": width, "query_key": n_in}.get(self.source or "", groups * width)
 
     def parameters(
-        self, dim: int, heads: int, kv_heads: int | None = None, head_dim: int | None = None, latent_dim: int | None = None
+        self,
+        dim: int,
+        heads: int,
+        kv_heads: int | None = None,
+        head_dim: int | None = None,
+        latent_dim: int | None = None,
     ) -> int:
         """How many numbers one gate learns: n*m, or rank*(n+m); plus its bias, its sink keys and its fill."""
         n_in, n_out = self.linear_shape(dim, heads, kv_heads, head_dim, latent_dim)
@@ -209,9 +231,6 @@ class GateSpec:
 def as_spec(gate: GateSpec | str | None) -> GateSpec | None:
     """A GateSpec from a spec, its text, or None; the word `none` is no gate."""
     return None if gate is None or gate == "none" else GateSpec.parse(gate)
-
-
-# -- legality -----------------------------------------------------------------------------------------------------------
 
 
 def _offset(spec: GateSpec) -> float | None:
@@ -233,7 +252,9 @@ def _check(spec: GateSpec) -> None:
     for name in ("in_features", "rank", "top_k"):
         value = getattr(spec, name)
         if value is not None and (type(value) is not int or value < 1):
-            raise SpecError(f"'{'in' if name == 'in_features' else name}={value}': must be a whole number of at least 1")
+            raise SpecError(
+                f"'{'in' if name == 'in_features' else name}={value}': must be a whole number of at least 1"
+            )
     if spec.std is not None and spec.std < 0:
         raise SpecError(f"'std={spec.std:g}': a standard deviation is not negative")
     if spec.layers is not None and (not spec.layers or any(type(n) is not int or n < 0 for n in spec.layers)):
@@ -248,7 +269,11 @@ def _exclusions(s: GateSpec) -> list[tuple[bool, str, str]]:
     pairwise, lse, constant = s.width == "pairwise", s.source == "lse", s.source == "constant"
     vectorless = constant or lse
     offset = _offset(s)
-    reachable = sorted(a for o, a in _IDENTITY if o == s.op) if s.init == "identity" else [a for a in ACTIVATIONS if a != "nssigmoid"]
+    reachable = (
+        sorted(a for o, a in _IDENTITY if o == s.op)
+        if s.init == "identity"
+        else [a for a in ACTIVATIONS if a != "nssigmoid"]
+    )
     return [
         (pairwise and s.position != "weights", s.width, "only the position weights has query-key pairs; use weights:pairwise"),
         (s.position == "weights" and s.width not in ("headwise", "pairwise"), s.width, "a gate on the softmax weights is headwise or pairwise"),
@@ -289,9 +314,6 @@ def _words(words: Any) -> str:
     return ", ".join(words)
 
 
-# -- reading and writing tokens -----------------------------------------------------------------------------------------
-
-
 def _options(text: str, *, head: bool = True) -> dict[str, Any]:
     """The fields that the text sets: position:width[:activation] first where `head` is True, then key=value tokens."""
     tokens = _split(text)
@@ -328,7 +350,9 @@ def _parse_option(token: str, text: str) -> tuple[str, Any]:
     if key in ("fill", "sink_key") and not equals:
         return key, True
     if key not in _READERS or not equals:
-        raise SpecError(f"unknown key {token!r} in {text!r}; legal: {', '.join(f'{k}=' for k in _READERS)}, fill, sink_key")
+        raise SpecError(
+            f"unknown key {token!r} in {text!r}; legal: {', '.join(f'{k}=' for k in _READERS)}, fill, sink_key"
+        )
     try:
         return ("in_features" if key == "in" else key), _READERS[key](value)
     except ValueError as error:

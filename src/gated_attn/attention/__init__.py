@@ -6,22 +6,18 @@ Shapes: B batch, T queries, S keys, H heads, K key/value heads, E head width, G 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from importlib import import_module
 from types import ModuleType
 from typing import Any
 
 from torch import Tensor
 
+from gated_attn.attention import flex, reference, sdpa
 from gated_attn.attention.call import Call, GateInput, PairLogits, Sink, apply_gate, make_call
 from gated_attn.errors import UnsupportedError
 
 __all__ = ["IMPLS", "Explanation", "PairLogits", "Sink", "apply_gate", "explain", "gated_attention"]
 
-IMPLS: dict[str, str] = {
-    "sdpa": "gated_attn.attention.sdpa",
-    "flex": "gated_attn.attention.flex",
-    "reference": "gated_attn.attention.reference",
-}
+IMPLS: dict[str, ModuleType] = {"sdpa": sdpa, "flex": flex, "reference": reference}
 """Implementations in the order `auto` tries them: name -> module with `why_not(call)` and `run(call) -> (out, lse)`."""
 
 
@@ -90,26 +86,29 @@ def gated_attention(
     return (out_BTHE, lse_BTH) if return_lse else out_BTHE
 
 
-def explain(q_BTHE: Tensor, k_BSKE: Tensor, v_BSKE: Tensor, gate: GateInput = None, *, impl: str = "auto", **options: Any) -> Explanation:
+def explain(
+    q_BTHE: Tensor, k_BSKE: Tensor, v_BSKE: Tensor, gate: GateInput = None, *, impl: str = "auto", **options: Any
+) -> Explanation:
     """Which impl `gated_attention` with the same arguments would use, and why not each of the others."""
     call = make_call(q_BTHE, k_BSKE, v_BSKE, gate, **options)
-    chosen, reasons = None, {}
+    chosen: str | None = None
+    reasons: dict[str, str] = {}
     for name in _names(impl) + [name for name in IMPLS if impl not in ("auto", name)]:
-        reason = _module(name).why_not(call)
+        reason = IMPLS[name].why_not(call)
         if reason is None and chosen is None and impl in ("auto", name):
             chosen = name
-        else:
-            reasons[name] = reason or f"could serve this call; {chosen if impl == 'auto' else impl} {'comes first' if impl == 'auto' else 'was asked for'}"
+            continue
+        spare = f"{chosen} comes first" if impl == "auto" else f"{impl} was asked for"
+        reasons[name] = reason or f"could serve this call; {spare}"
     return Explanation(chosen, reasons)
 
 
 def _choose(call: Call, impl: str) -> ModuleType:
     reasons = {}
     for name in _names(impl):
-        module = _module(name)
-        reason = module.why_not(call)
+        reason = IMPLS[name].why_not(call)
         if reason is None:
-            return module
+            return IMPLS[name]
         reasons[name] = reason
     raise UnsupportedError(f"impl={impl!r} cannot serve this call; impl='auto' picks one that can", reasons)
 
@@ -120,7 +119,3 @@ def _names(impl: str) -> list[str]:
     if impl not in IMPLS:
         raise UnsupportedError(f"unknown impl {impl!r}; known: auto, {', '.join(IMPLS)}")
     return [impl]
-
-
-def _module(name: str) -> ModuleType:
-    return import_module(IMPLS[name])

@@ -55,8 +55,8 @@ class Call:
 
     @property
     def needs_grad(self) -> bool:
-        tensors = [self.q_BTHE, self.k_BSKE, self.v_BSKE, self.fill, self.masking.bias]
-        tensors += list(self.gate) if isinstance(self.gate, tuple) else [self.gate]
+        tensors: list[object] = [self.q_BTHE, self.k_BSKE, self.v_BSKE, self.fill, self.masking.bias]
+        tensors += [*self.gate] if isinstance(self.gate, tuple) else [self.gate]
         return torch.is_grad_enabled() and any(isinstance(t, Tensor) and t.requires_grad for t in tensors)
 
 
@@ -81,8 +81,12 @@ def make_call(
     B, T, H, E = q_BTHE.shape
     S = k_BSKE.shape[1]
     if not 0.0 <= dropout < 1.0:
-        raise ShapeError(f"dropout={dropout}: pass a probability in [0, 1), and 0 in evaluation (nothing switches it off here)")
-    masking = normalise(mask, causal=causal, window=window, doc_ids=doc_ids, shape_BHTS=(B, H, T, S), device=q_BTHE.device)
+        raise ShapeError(
+            f"dropout={dropout}: pass a probability in [0, 1), and 0 in evaluation (nothing switches it off here)"
+        )
+    masking = normalise(
+        mask, causal=causal, window=window, doc_ids=doc_ids, shape_BHTS=(B, H, T, S), device=q_BTHE.device
+    )
     out_shape = (B, T, H, v_BSKE.shape[3])
     _check_gate(gate, q_BTHE, k_BSKE, out_shape)
     if fill is not None:
@@ -119,22 +123,33 @@ def _check_qkv(q: Tensor, k: Tensor, v: Tensor) -> None:
     named = {"q_BTHE": q, "k_BSKE": k, "v_BSKE": v}
     for name, tensor in named.items():
         if tensor.dim() != 4:
-            raise ShapeError(f"{name} has shape {tuple(tensor.shape)}; pass 4 dimensions: batch, tokens, heads, head width")
+            raise ShapeError(
+                f"{name} has shape {tuple(tensor.shape)}; pass 4 dimensions: batch, tokens, heads, head width"
+            )
         if not tensor.dtype.is_floating_point:
             raise ShapeError(f"{name} is {tensor.dtype}; attention needs a floating point dtype")
     shapes = ", ".join(f"{name} {tuple(t.shape)}" for name, t in named.items())
     if len({t.dtype for t in named.values()}) > 1:
-        raise ShapeError("mixed dtypes: " + ", ".join(f"{n} {t.dtype}" for n, t in named.items()) + "; cast them to one dtype")
+        raise ShapeError(
+            "mixed dtypes: " + ", ".join(f"{n} {t.dtype}" for n, t in named.items()) + "; cast them to one dtype"
+        )
     if len({t.device for t in named.values()}) > 1:
-        raise ShapeError("mixed devices: " + ", ".join(f"{n} {t.device}" for n, t in named.items()) + "; move them to one device")
+        raise ShapeError(
+            "mixed devices: " + ", ".join(f"{n} {t.device}" for n, t in named.items()) + "; move them to one device"
+        )
     if not q.shape[0] == k.shape[0] == v.shape[0]:
         raise ShapeError(f"batch sizes differ: {shapes}; expand them to one batch size")
     if k.shape[1:3] != v.shape[1:3]:
         raise ShapeError(f"keys and values differ in tokens or heads: {shapes}; they come in pairs")
     if q.shape[3] != k.shape[3]:
-        raise ShapeError(f"queries and keys differ in head width ({q.shape[3]} and {k.shape[3]}): {shapes}; project both to one width")
+        raise ShapeError(
+            f"queries and keys differ in head width ({q.shape[3]} and {k.shape[3]}): {shapes}; project both to one width"
+        )
     if k.shape[2] == 0 or q.shape[2] % k.shape[2]:
-        raise ShapeError(f"{q.shape[2]} query heads cannot share {k.shape[2]} key/value heads: {shapes}; the first must be a multiple of the second")
+        raise ShapeError(
+            f"{q.shape[2]} query heads cannot share {k.shape[2]} key/value heads: {shapes}; "
+            "the first must be a multiple of the second"
+        )
 
 
 def _check_gate(gate: GateInput, q: Tensor, k: Tensor, out_shape: tuple[int, int, int, int]) -> None:
@@ -143,16 +158,22 @@ def _check_gate(gate: GateInput, q: Tensor, k: Tensor, out_shape: tuple[int, int
         S, K = k.shape[1:3]
         got = (tuple(gate.query_BTHR.shape), tuple(gate.key_BSKR.shape))
         if got[0][:-1] != (B, T, H) or got[1][:-1] != (B, S, K) or got[0][-1] != got[1][-1]:
-            raise ShapeError(f"pairwise gate of shapes {got}; pass query logits {(B, T, H, 'R')} and key logits {(B, S, K, 'R')}")
+            raise ShapeError(
+                f"pairwise gate of shapes {got}; pass query logits {(B, T, H, 'R')} and key logits {(B, S, K, 'R')}"
+            )
     elif isinstance(gate, Sink):
         key = None if gate.key_HE is None else tuple(gate.key_HE.shape)
         if tuple(gate.logit_H.shape) != (H,) or key not in (None, (H, E)):
-            raise ShapeError(f"sink of shapes {tuple(gate.logit_H.shape)}, {key}; pass one logit per head, {(H,)}, and a key {(H, E)} or None")
+            raise ShapeError(
+                f"sink of shapes {tuple(gate.logit_H.shape)}, {key}; pass one logit per head, {(H,)}, and a key {(H, E)} or None"
+            )
     elif gate is not None:
         if not gate.dtype.is_floating_point:
             raise ShapeError(f"gate is {gate.dtype}; pass gate values (not a mask) in the queries' dtype or float32")
         if gate.device != q.device:
-            raise ShapeError(f"gate is on {gate.device} and the queries on {q.device}; move it with .to({str(q.device)!r})")
+            raise ShapeError(
+                f"gate is on {gate.device} and the queries on {q.device}; move it with .to({str(q.device)!r})"
+            )
         shape = tuple(gate.shape)
         if len(shape) != 4 or any(got != 1 and got != want for got, want in zip(shape, out_shape, strict=True)):
             raise ShapeError(

@@ -46,7 +46,9 @@ def run(call: Call) -> tuple[Tensor, Tensor]:
     if isinstance(gate, Sink):
         sink_BTH = gate.logit_H.to(lse_BTH.dtype)
         if gate.key_HE is not None:
-            sink_BTH = sink_BTH + call.scale * torch.einsum("bthe,he->bth", call.q_BTHE, gate.key_HE.to(call.q_BTHE.dtype))
+            sink_BTH = sink_BTH + call.scale * torch.einsum(
+                "bthe,he->bth", call.q_BTHE, gate.key_HE.to(call.q_BTHE.dtype)
+            )
         gate = activate(lse_BTH - sink_BTH, "sigmoid")[..., None]
     return apply_gate(out_BTHE, gate, call.fill), lse_BTH
 
@@ -55,20 +57,27 @@ def _flex(call: Call, score_mod: Callable[..., Tensor] | None) -> tuple[Tensor, 
     q, k, v = (_plain(t).transpose(1, 2) for t in (call.q_BTHE, call.k_BSKE, call.v_BSKE))
     kernel = _compiled() if q.device.type == "cuda" else _eager
     out, lse = kernel(
-        q, k, v, score_mod=score_mod, block_mask=_block_mask(call), scale=call.scale, enable_gqa=call.group > 1, return_lse=True
+        q,
+        k,
+        v,
+        score_mod=score_mod,
+        block_mask=_block_mask(call),
+        scale=call.scale,
+        enable_gqa=call.group > 1,
+        return_lse=True,
     )
     return out.transpose(1, 2), lse.transpose(1, 2)
 
 
 @functools.cache
 def _compiled() -> Callable[..., tuple[Tensor, Tensor]]:
-    return torch.compile(flex_attention)  # type: ignore[return-value]
+    return torch.compile(flex_attention)
 
 
 def _eager(*args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
     with warnings.catch_warnings():  # unfused on purpose: on the CPU this impl checks the maths, it does not race
         warnings.filterwarnings("ignore", message=".*flex_attention called without torch.compile.*")
-        return flex_attention(*args, **kwargs)  # type: ignore[return-value]
+        return flex_attention(*args, **kwargs)
 
 
 def _block_mask(call: Call) -> BlockMask | None:

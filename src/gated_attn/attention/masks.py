@@ -35,17 +35,21 @@ class Masking:
         """Bool, broadcastable to (B, H, T, S), True where the query attends to the key; None if all of it is True."""
         keep = self.keep
         if self.causal or self.window is not None:
-            position_T1 = torch.arange(self.queries, device=device)[:, None] + (self.keys - self.queries)
-            distance_TS = position_T1 - torch.arange(self.keys, device=device)[None, :]
-            near = distance_TS >= 0 if self.causal else None
-            if self.window is not None:
-                inside = distance_TS.abs() < self.window
-                near = inside if near is None else near & inside
+            near = self._near(device)
             keep = near if keep is None else keep & near
         if self.doc_ids_BS is not None:
             same = self.query_docs_BT[:, None, :, None] == self.doc_ids_BS[:, None, None, :]
             keep = same if keep is None else keep & same
         return keep
+
+    def _near(self, device: torch.device) -> Tensor:
+        """Bool (T, S), True where causality and window let the query see the key."""
+        position_T1 = torch.arange(self.queries, device=device)[:, None] + (self.keys - self.queries)
+        distance_TS = position_T1 - torch.arange(self.keys, device=device)[None, :]
+        if self.window is None:
+            return distance_TS >= 0
+        inside = distance_TS.abs() < self.window
+        return inside & (distance_TS >= 0) if self.causal else inside
 
     @property
     def query_docs_BT(self) -> Tensor:
@@ -76,7 +80,12 @@ def normalise(
     if window is not None and (isinstance(window, bool) or not isinstance(window, int) or window < 1):
         raise ShapeError(f"window={window!r}: pass the number of keys a query may see, itself included, as an int >= 1")
     if doc_ids is not None:
-        if doc_ids.dtype not in (torch.int32, torch.int64) or doc_ids.dim() != 2 or doc_ids.shape[1] != S or doc_ids.shape[0] not in (1, B):
+        if (
+            doc_ids.dtype not in (torch.int32, torch.int64)
+            or doc_ids.dim() != 2
+            or doc_ids.shape[1] != S
+            or doc_ids.shape[0] not in (1, B)
+        ):
             raise ShapeError(
                 f"doc_ids is {doc_ids.dtype} of shape {tuple(doc_ids.shape)}; pass one int document number per key, shape {(B, S)} "
                 "(all keys, cached ones included; the queries are the last T of them)"
@@ -105,7 +114,7 @@ def _check_mask(mask: Tensor, shape_BHTS: tuple[int, int, int, int], device: tor
             "mask.bool()) or a float mask that is added to the scores"
         )
     _same_device("mask", mask, device)
-    B, H, T, S = shape_BHTS
+    B, _, T, S = shape_BHTS
     shape = tuple(mask.shape)
     sizes = shape if len(shape) == 4 else (1, 1, *shape)
     if len(shape) not in (2, 4) or any(got != 1 and got != want for got, want in zip(sizes, shape_BHTS, strict=True)):
@@ -114,7 +123,9 @@ def _check_mask(mask: Tensor, shape_BHTS: tuple[int, int, int, int], device: tor
             hint = "; a padding mask of shape (B, S) is passed as mask[:, None, None, :]"
         elif shape == (B, T, S):
             hint = "; a mask of shape (B, T, S) is passed as mask[:, None]"
-        raise ShapeError(f"mask of shape {shape} does not broadcast to (B, H, T, S) = {shape_BHTS}; pass (T, S) or 4 dimensions{hint}")
+        raise ShapeError(
+            f"mask of shape {shape} does not broadcast to (B, H, T, S) = {shape_BHTS}; pass (T, S) or 4 dimensions{hint}"
+        )
 
 
 def _same_device(name: str, tensor: Tensor, device: torch.device) -> None:

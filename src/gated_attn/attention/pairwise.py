@@ -38,7 +38,7 @@ def run(call: Call) -> Tensor:
     rows = [slice(start, start + BLOCK) for start in range(0, T, BLOCK)]
     if not call.needs_grad:
         return torch.cat([_block(call, keep, block) for block in rows], 1)
-    return torch.cat([checkpoint(_block, call, keep, block, use_reentrant=False) for block in rows], 1)  # type: ignore[misc]
+    return torch.cat([checkpoint(_block, call, keep, block, use_reentrant=False) for block in rows], 1)
 
 
 def _block(call: Call, keep: Tensor | None, rows: slice) -> Tensor:

@@ -46,7 +46,9 @@ def run(call: Call) -> tuple[Tensor, Tensor]:
     elif isinstance(gate, Sink):
         sink_BTH = gate.logit_H.to(lse_BTH.dtype)
         if gate.key_HE is not None:
-            sink_BTH = sink_BTH + call.scale * torch.einsum("bthe,he->bth", call.q_BTHE, gate.key_HE.to(call.q_BTHE.dtype))
+            sink_BTH = sink_BTH + call.scale * torch.einsum(
+                "bthe,he->bth", call.q_BTHE, gate.key_HE.to(call.q_BTHE.dtype)
+            )
         gate = activate(lse_BTH - sink_BTH, "sigmoid")[..., None]
     v_BSHE = call.v_BSKE.repeat_interleave(call.group, dim=2)
     return apply_gate(torch.einsum("bhts,bshe->bthe", weights_BHTS, v_BSHE), gate, call.fill), lse_BTH

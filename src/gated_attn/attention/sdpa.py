@@ -33,14 +33,18 @@ def run(call: Call) -> tuple[Tensor, None]:
 
 
 def repeats_keys(call: Call, mask: Tensor | None) -> bool:
-    """Whether keys and values are copied to one per query head: on CUDA, where grouped heads with a mask, float32 or a head
-    wider than 256 would leave the fused kernels for the quadratic one."""
+    """Whether keys and values are copied to one per query head.
+
+    On CUDA, grouped heads with a mask, in float32 or wider than 256 would leave the fused kernels for the quadratic one.
+    """
     if call.group == 1 or call.q_BTHE.device.type != "cuda":
         return False
     return mask is not None or call.q_BTHE.dtype == torch.float32 or call.q_BTHE.shape[-1] > 256
 
 
-def _attend(call: Call, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, is_causal: bool, scale: float | None = None) -> Tensor:
+def _attend(
+    call: Call, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, is_causal: bool, scale: float | None = None
+) -> Tensor:
     grouped = q.shape[2] != k.shape[2]
     if grouped and repeats_keys(call, mask):
         k, v, grouped = k.repeat_interleave(call.group, 2), v.repeat_interleave(call.group, 2), False
@@ -87,6 +91,8 @@ def _with_sink(call: Call, sink: Sink) -> Tensor:
     if is_causal:  # one more query in front keeps T == S, so SDPA's own causality still serves; it sees the sink alone
         q = F.pad(q, (0, 0, 0, 0, 1, 0))
     elif mask is not None:
-        mask = F.pad(mask.expand(*mask.shape[:-1], call.masking.keys), (1, 0), value=True if mask.dtype == torch.bool else 0.0)
+        mask = F.pad(
+            mask.expand(*mask.shape[:-1], call.masking.keys), (1, 0), value=True if mask.dtype == torch.bool else 0.0
+        )
     out_BTHE = _attend(call, q, k, v, mask, is_causal)
     return out_BTHE[:, 1:] if is_causal else out_BTHE

@@ -1,0 +1,68 @@
+"""One line per command; each command's module is imported when it runs."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+app = typer.Typer(
+    help="Gated attention for PyTorch: add the gate, train it, prove what it does, run it fast.",
+    no_args_is_help=True,
+    add_completion=False,
+    rich_markup_mode=None,
+    pretty_exceptions_enable=False,
+)
+
+Json = Annotated[bool, typer.Option("--json", help="Print one JSON object instead of text.")]
+
+
+@app.command()
+def compare(
+    recipe: Annotated[str, typer.Argument(help="A recipe file, or the name of a recipe that comes with the package.")],
+    gates: Annotated[str, typer.Option(help="Gates to compare, comma-separated; the first is the baseline. Separate by ';' if a spec has commas.")] = "none,paper-headwise,paper",
+    seeds: Annotated[int, typer.Option(min=1, help="How many seeds; the recipe's own seed is the first.")] = 3,
+    match: Annotated[str, typer.Option(help="ffn: narrow the feed-forward so that parameters match; none: leave them.")] = "ffn",
+    lr_sweep: Annotated[str, typer.Option("--lr-sweep", help="Learning-rate multipliers for the largest rate that does not diverge, such as 1,2,4,8.")] = "",
+    jobs: Annotated[int, typer.Option(min=0, help="Runs at a time; 0 means one per core.")] = 0,
+    output: Annotated[Path | None, typer.Option("--output", "-o", help="Folder for records and report.html [default: runs/RECIPE].")] = None,
+    overrides: Annotated[list[str] | None, typer.Option("--set", help="Override a recipe value, such as optimizer.lr=0.001.")] = None,
+    json: Json = False,
+) -> None:  # fmt: skip
+    """Train the same model with several gates on the same data and seeds, and compare them, paired."""
+    from gated_attn.cli.compare import run
+
+    run(recipe, gates, seeds, match, lr_sweep, jobs, output, overrides or [], as_json=json)
+
+
+@app.command()
+def train(
+    recipe: Annotated[str, typer.Argument(help="A recipe file, or the name of a recipe that comes with the package.")],
+    gate: Annotated[str, typer.Option(help="A gate spec or preset, or none.")] = "none",
+    seed: Annotated[int | None, typer.Option(help="Seed of initialisation and data order [default: the recipe's].")] = None,
+    output: Annotated[Path | None, typer.Option("--output", "-o", help="Folder for checkpoints and the record [default: runs/RECIPE-GATE-SEED].")] = None,
+    resume: Annotated[bool, typer.Option("--resume", help="Go on from the newest checkpoint in the folder.")] = False,
+    overrides: Annotated[list[str] | None, typer.Option("--set", help="Override a recipe value, such as optimizer.lr=0.001.")] = None,
+    json: Json = False,
+) -> None:  # fmt: skip
+    """Train one model from a recipe."""
+    from gated_attn.cli.train import run
+
+    run(recipe, gate, seed, output, overrides or [], resume=resume, as_json=json)
+
+
+@app.command()
+def specs(json: Json = False) -> None:
+    """List every preset and every word of a gate spec, with the names other projects use."""
+    from gated_attn.cli.specs import run
+
+    run(as_json=json)
+
+
+@app.command()
+def doctor(json: Json = False) -> None:
+    """Show versions, devices, threads, attention implementations with reasons, and cached samples."""
+    from gated_attn.cli.doctor import run
+
+    run(as_json=json)
