@@ -61,7 +61,9 @@ class Gate(nn.Module):
         self.n_in = n_in
         self._top_axis = -1 if self.shape_HG[1] > 1 else -2
         if spec.top_k is not None and spec.top_k > self.shape_HG[self._top_axis]:
-            raise SpecError(f"'top_k={spec.top_k}' keeps more than there are: {self.shape_HG[0]} heads of {self.shape_HG[1]} gate values")
+            raise SpecError(
+                f"'top_k={spec.top_k}' keeps more than there are: {self.shape_HG[0]} heads of {self.shape_HG[1]} gate values"
+            )
         kind = {"device": device, "dtype": dtype}
         self.down: nn.Linear | None = None
         self.bias: nn.Parameter | None = None
@@ -85,7 +87,9 @@ class Gate(nn.Module):
         Of two factors only the outer one starts at 0: with both at 0 neither would get a gradient.
         """
         spec = self.spec
-        inner, outer = (self.query_proj, self.key_proj) if spec.width == "pairwise" else (self.down, getattr(self, "proj", None))
+        inner, outer = (
+            (self.query_proj, self.key_proj) if spec.width == "pairwise" else (self.down, getattr(self, "proj", None))
+        )
         if inner is not None:
             nn.init.normal_(inner.weight, std=inner.in_features**-0.5)
         if outer is not None:
@@ -105,7 +109,9 @@ class Gate(nn.Module):
             assert self.bias is not None
             return self.bias.view(1, 1, H, G).to(x.dtype)
         if x.shape[-1] < self.n_in or (self.spec.in_features is None and x.shape[-1] != self.n_in):
-            raise ShapeError(f"gate {self.spec} reads {self.n_in} channels of {self.spec.source}, and got shape {tuple(x.shape)}")
+            raise ShapeError(
+                f"gate {self.spec} reads {self.n_in} channels of {self.spec.source}, and got shape {tuple(x.shape)}"
+            )
         x = x[..., : self.n_in]
         logits = self.proj(x if self.down is None else self.down(x))
         return logits if self.spec.source == "query" else logits.unflatten(-1, (H, G))

@@ -37,4 +37,3 @@ PRESETS: dict[str, Preset] = {
     "mla": Preset("output:elementwise:sigmoid,source=latent", "AXK2 q_gate_proj: reads the compressed query of latent attention"),
     "sink": Preset("output:headwise:sigmoid,source=lse", "gpt-oss and Granite sinks: one extra logit per head, as a gate"),
 }  # fmt: skip
-

@@ -136,6 +136,8 @@ class RunRecord(Record):
     gates: tuple[GateStat, ...] = ()
     histogram_range: tuple[float, float] = (0.0, 1.0)
     sample: SampleGates | None = None
+    measures: dict[str, Any] = field(default_factory=dict)
+    """What only this task measures, by name, such as the mean gate on trigger tokens."""
     environment: dict[str, Any] = field(default_factory=dict)
     """Versions, machine, threads and date."""
 

@@ -72,7 +72,8 @@ class Decoder(nn.Module):
 
     def __init__(self, config: DecoderConfig) -> None:
         super().__init__()
-        self.config = config
+        # Not `config`: Trainer takes an attribute of that name for a transformers configuration and writes to it.
+        self.decoder_config = config
         spec = as_spec(config.gate)
         rope = Rope(config.head_dim or config.dim // config.heads, theta=config.rope_theta)
         self.embed = nn.Embedding(config.vocab_size, config.dim)
@@ -90,15 +91,22 @@ class Decoder(nn.Module):
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
-        """Weights N(0, initializer_range), residual projections scaled by 1/sqrt(2 layers) (GPT-2); gates by their spec."""
-        gates = {f"{name}." for name, module in self.named_modules() if name.endswith("attn_gate")}
+        """Weights N(0, `initial_std`); gates as their specs say."""
+        gates = [f"{name}." for name, module in self.named_modules() if name.endswith("attn_gate")]
         for name, parameter in self.named_parameters():
-            if parameter.dim() < 2 or any(name.startswith(gate) for gate in gates):
-                continue
-            residual = name.endswith(("out_proj.weight", "down_proj.weight"))
-            nn.init.normal_(
-                parameter, std=self.config.initializer_range / ((2 * self.config.layers) ** 0.5 if residual else 1.0)
-            )
+            std = self.initial_std(name)
+            if std is not None and not any(name.startswith(gate) for gate in gates):
+                nn.init.normal_(parameter, std=std)
+
+    def initial_std(self, name: str) -> float | None:
+        """Standard deviation that a weight starts with; None for vectors, which are the norms' and start at 1.
+
+        It is initializer_range, on the residual branches' last projections over sqrt(2 layers) (GPT-2).
+        """
+        if self.get_parameter(name).dim() < 2:
+            return None
+        residual = name.endswith(("out_proj.weight", "down_proj.weight"))
+        return self.decoder_config.initializer_range / ((2 * self.decoder_config.layers) ** 0.5 if residual else 1.0)
 
     def forward(
         self,

@@ -67,7 +67,9 @@ class Rope:
         """How many channels are rotated, 2R."""
         return int(self.head_dim * self.fraction)
 
-    def frequencies(self, device: torch.device | None = None, dtype: torch.dtype = torch.float32) -> tuple[Tensor, float]:
+    def frequencies(
+        self, device: torch.device | None = None, dtype: torch.dtype = torch.float32
+    ) -> tuple[Tensor, float]:
         """(radians per position of each pair, (R,); factor on cos and sin)."""
         exponents_R = torch.arange(0, self.rotated, 2, device=device, dtype=dtype) / self.rotated
         frequencies_R = 1.0 / self.theta**exponents_R
@@ -104,7 +106,9 @@ def _linear(frequencies_R: Tensor, rope: Rope, options: dict[str, Any]) -> tuple
 
 def _llama3(frequencies_R: Tensor, rope: Rope, options: dict[str, Any]) -> tuple[Tensor, float]:
     """Wavelengths beyond context/low are stretched by factor, those within context/high stay, in between interpolated."""
-    low, high, context = (options[key] for key in ("low_freq_factor", "high_freq_factor", "original_max_position_embeddings"))
+    low, high, context = (
+        options[key] for key in ("low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
+    )
     turns_R = context * frequencies_R / (2 * math.pi)
     share_R = ((turns_R - low) / (high - low)).clamp(0, 1)
     return (1 - share_R) * frequencies_R / options["factor"] + share_R * frequencies_R, 1.0

@@ -1,0 +1,1 @@
+"""Training: recipes, data, the one training entry, and the comparison of gates."""

@@ -1,0 +1,187 @@
+"""`train`: the one training entry. Recipe, gate and seed in; checkpoints, a log and a `RunRecord` out."""
+
+from __future__ import annotations
+
+import datetime
+import json
+import math
+import os
+import platform
+import time
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from gated_attn.codec import write_text
+from gated_attn.errors import MissingExtraError, RecipeError
+from gated_attn.measure.decoder import measure_decoder, sample_gates
+from gated_attn.models.decoder import Decoder
+from gated_attn.records import HistoryPoint, RunRecord
+from gated_attn.spec import as_spec
+from gated_attn.train.data import datasets, task_measures, token_texts
+from gated_attn.train.initialise import Plan, initialise, plan
+from gated_attn.train.recipe import Recipe
+
+RECORD = "run.json"
+SAMPLE_TOKENS = 96
+"""How many validation tokens the record keeps gates for, so that the report can draw them over the text."""
+
+
+def train(
+    recipe: Recipe,
+    gate: str = "none",
+    seed: int | None = None,
+    output: str | Path = "runs/run",
+    *,
+    match: str = "none",
+    resume: bool = False,
+    stop_after: int | None = None,
+    quiet: bool = False,
+) -> RunRecord | None:
+    """Train one decoder and measure it on the held-out data.
+
+    Args:
+        recipe: what to train, on what, for how long.
+        gate: a gate spec or preset, or "none".
+        seed: initialisation, data order and dropout; default the recipe's. Parameters that two gates share start alike.
+        output: folder for checkpoints, `log.jsonl` and `run.json`.
+        match: "ffn" narrows the feed-forward so that parameters match the ungated model's; "none" leaves it.
+        resume: go on from the newest whole checkpoint in the folder; the losses are those of a run never interrupted.
+        stop_after: stop with a checkpoint after this many steps, as an interruption would, and return None.
+
+    Raises:
+        RecipeError: the folder holds another run, or `resume` finds no checkpoint of this one.
+        TrainingError: the loss is not finite, or worse than guessing for 20 batches; the message names the step.
+    """
+    trainer_module = _trainer()
+    output = Path(output)
+    seed = recipe.training.seed if seed is None else seed
+    planned = plan(recipe, gate, match)
+    _claim(output, recipe, gate, seed, match, resume)
+    data, held_out = datasets(recipe, seed)
+    torch.manual_seed(seed)
+    model = initialise(Decoder(planned.config), seed, recipe.model.ffn_dim)
+    trainer = trainer_module.GateTrainer(model, recipe, data, held_out, trainer_module.arguments(recipe, output, seed))
+    trainer.add_callback(trainer_module.LineLog(output / "log.jsonl", f"{gate} seed {seed}", quiet))
+    if stop_after is not None and stop_after < recipe.training.steps:
+        trainer.add_callback(trainer_module.StopAfter(stop_after))
+    checkpoint = trainer_module.newest_checkpoint(output) if resume else None
+    started, first = time.perf_counter(), int(checkpoint.rpartition("-")[2]) if checkpoint else 0
+    trainer.train(resume_from_checkpoint=checkpoint)
+    seconds = (time.perf_counter() - started) / max(trainer.state.global_step - first, 1)
+    if trainer.state.global_step < recipe.training.steps:
+        return None
+    record = _record(
+        recipe, gate, seed, match, planned, trainer.model.cpu(), held_out, trainer.state.log_history, seconds
+    )
+    if trainer.args.should_save:
+        record.save(output / RECORD)
+    return record
+
+
+def configuration(recipe: Recipe, match: str) -> dict[str, Any]:
+    """What a record says a run was trained with."""
+    return {**recipe.resolved(), "match": match}
+
+
+def diverged(recipe: Recipe, gate: str, seed: int, match: str, step: int | None) -> RunRecord:
+    """The record of a run that had to stop."""
+    planned = plan(recipe, gate, match)
+    return RunRecord(
+        name=recipe.name, gate=gate, seed=seed, recipe=configuration(recipe, match), parameters=planned.parameters,
+        added_parameters=planned.added, steps=recipe.training.steps, tokens=_tokens(recipe), loss=None, bits_per_byte=None,
+        seconds_per_step=None, first_token_share=None, gate_mean=None, gate_below=None, max_abs=None, diverged=True,
+        diverged_step=step, environment=environment(),
+    )  # fmt: skip
+
+
+def environment() -> dict[str, Any]:
+    """Versions, machine, threads and date."""
+    packages = ("gated-attn", "torch", "transformers", "accelerate")
+    return {
+        **{package: version(package) for package in packages},
+        "python": platform.python_version(),
+        "machine": f"{platform.machine()}, {os.cpu_count()} cores"
+        + (f", {torch.cuda.get_device_name()}" if torch.cuda.is_available() else ""),
+        "threads": torch.get_num_threads(),
+        "date": datetime.datetime.now(datetime.timezone.utc).date().isoformat(),
+    }
+
+
+def _claim(output: Path, recipe: Recipe, gate: str, seed: int, match: str, resume: bool) -> None:
+    """Make the folder this run's: its resolved configuration lies in it, and another run's is refused."""
+    checkpoints = _trainer().checkpoints
+    mine = _dump({**configuration(recipe, match), "gate": str(as_spec(gate) or "none"), "seed": seed})
+    path = output / "config.json"
+    if path.exists() and path.read_text(encoding="utf-8") != mine:
+        raise RecipeError(
+            f"{output} holds a run with another recipe, gate or seed (see {path}); use another output folder"
+        )
+    if resume and not checkpoints(output):
+        raise RecipeError(f"nothing to resume: {output} has no whole checkpoint; start without resume")
+    if not resume and checkpoints(output):
+        raise RecipeError(f"{output} has checkpoints of this run; resume it, or use another output folder")
+    output.mkdir(parents=True, exist_ok=True)
+    write_text(path, mine)
+
+
+def _dump(values: dict[str, Any]) -> str:
+    return json.dumps(values, indent=1, sort_keys=True) + "\n"
+
+
+def _record(
+    recipe: Recipe,
+    gate: str,
+    seed: int,
+    match: str,
+    planned: Plan,
+    model: Decoder,
+    held_out: list[Tensor],
+    log: list[dict[str, float]],
+    seconds_per_step: float,
+) -> RunRecord:
+    top = gate_maximum(gate)
+    measures = measure_decoder(model, held_out, histogram_range=(0.0, top))
+    loss = _trainer().evaluate(model, held_out)
+    tokens = held_out[0][0, :SAMPLE_TOKENS]
+    return RunRecord(
+        name=recipe.name, gate=gate, seed=seed, recipe=configuration(recipe, match), parameters=planned.parameters,
+        added_parameters=planned.added, steps=recipe.training.steps, tokens=_tokens(recipe), loss=loss,
+        bits_per_byte=loss / math.log(2) if recipe.data.task == "text" else None, seconds_per_step=seconds_per_step,
+        first_token_share=measures.first_token_share, gate_mean=measures.gate_mean, gate_below=measures.gate_below,
+        max_abs=measures.max_abs, history=_history(log), gates=measures.gates, histogram_range=(0.0, top),
+        sample=sample_gates(model, tokens, token_texts(recipe, tokens)), measures=task_measures(recipe, model, held_out),
+        environment=environment(),
+    )  # fmt: skip
+
+
+def gate_maximum(gate: str) -> float:
+    """The largest value that a gate of this spec takes; unbounded activations count as 2."""
+    spec = as_spec(gate)
+    return 1.0 if spec is None or spec.activation in ("sigmoid", "nssigmoid", "hardsigmoid", "tanh") else 2.0
+
+
+def _history(log: list[dict[str, float]]) -> tuple[HistoryPoint, ...]:
+    points: dict[int, dict[str, float]] = {}
+    for row in log:
+        point = points.setdefault(int(row["step"]), {})
+        if "loss" in row:
+            point["train_loss"] = row["loss"]
+        if "eval_loss" in row:
+            point["eval_loss"] = row["eval_loss"]
+    return tuple(HistoryPoint(step=step, **point) for step, point in sorted(points.items()) if point)
+
+
+def _tokens(recipe: Recipe) -> int:
+    return recipe.training.steps * recipe.training.batch * recipe.model.context
+
+
+def _trainer() -> Any:
+    try:
+        from gated_attn.train import trainer
+    except ImportError as error:
+        raise MissingExtraError(str(error.name), "lab", "training") from None
+    return trainer
