@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from gated_attn.attention.activations import widen
 from gated_attn.errors import ShapeError
 from gated_attn.nn.block import GatedTransformerBlock
 from gated_attn.nn.cache import KVCache
@@ -178,11 +179,11 @@ class Decoder(nn.Module):
 
 
 def token_loss(logits_BTV: Tensor, labels_BT: Tensor, num_items: Tensor | int | None = None) -> Tensor:
-    """Sum of -log p(label t+1 | tokens up to t) over `num_items`, or over how many labels count; nats per token, float32.
+    """Sum of -log p(label t+1 | tokens up to t) over `num_items`, or over how many labels count; nats per token, in float32 at least.
 
     A batch in which nothing counts has loss 0, not NaN.
     """
     targets = labels_BT[:, 1:].flatten()
-    total = F.cross_entropy(logits_BTV[:, :-1].flatten(0, 1).float(), targets, ignore_index=IGNORED, reduction="sum")
+    total = F.cross_entropy(widen(logits_BTV[:, :-1].flatten(0, 1)), targets, ignore_index=IGNORED, reduction="sum")
     counted = (targets != IGNORED).sum() if num_items is None else num_items
     return total / (counted.clamp(min=1) if isinstance(counted, Tensor) else max(counted, 1))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import multiprocessing
 import os
 import statistics
@@ -17,7 +18,7 @@ import torch
 from gated_attn.errors import RecipeError, RecordError, TrainingError
 from gated_attn.records import CompareRecord, CompareRow, Paired, RunRecord, paired_interval
 from gated_attn.spec import as_spec
-from gated_attn.train.data import datasets
+from gated_attn.train.data import datasets, vocab_size
 from gated_attn.train.initialise import initialise, plan
 from gated_attn.train.recipe import Recipe
 from gated_attn.train.run import RECORD, configuration, diverged, train
@@ -56,7 +57,7 @@ def compare(
         gates: specs, presets or "none"; the first is the baseline.
         output: folder of the records. Runs that are complete in it are not repeated, interrupted ones go on.
         match: "ffn" narrows the feed-forward so that every variant has the baseline's parameters within 0.5 %.
-        lr_sweep: learning-rate multipliers; each gate's largest one whose quarter-length run does not diverge is recorded.
+        lr_sweep: learning-rate multipliers; each gate's largest one whose quarter-length run does not diverge (`broke`) is recorded.
         jobs: runs at a time, one thread each where there are as many as cores; 0 means one per core.
 
     Results do not depend on `jobs` beyond float rounding (it sets the threads of a run). Step times are measured afterwards, in
@@ -203,7 +204,7 @@ def _complete(job: Job) -> RunRecord | None:
 def _largest_stable_lr(
     recipe: Recipe, gate: str, match: str, multipliers: Sequence[float], folder: Path, quiet: bool
 ) -> float | None:
-    """The largest swept rate below the first one that diverges, in runs of a quarter of the steps; None if all diverge."""
+    """The largest swept rate below the first one that breaks training, in runs of a quarter of the steps; None if all do."""
     stable = None
     for multiplier in sorted(multipliers):
         rate = recipe.optimizer.lr * multiplier
@@ -213,15 +214,22 @@ def _largest_stable_lr(
         )
         job = Job(short, gate, recipe.training.seed, match, folder / f"{_slug(gate)}-lr{rate:g}")
         run = _run_all([job], 1, True)[0]
+        broken = broke(run, vocab_size(recipe))
         if not quiet:
-            print(
-                f"{gate} at learning rate {rate:g}: {'diverged' if run.diverged else f'loss {run.loss:.4f}'}",
-                flush=True,
-            )
-        if run.diverged:
+            result = "stopped" if run.loss is None else f"validation loss {run.loss:.4f}"
+            print(f"{gate} at learning rate {rate:g}: {result}{', diverged' if broken else ''}", flush=True)
+        if broken:
             break
         stable = rate
     return stable
+
+
+def broke(run: RunRecord, vocabulary: int) -> bool:
+    """Whether a run diverged: it had to stop, or ended no better than guessing, or 0.5 nats above a loss it had reached."""
+    if run.diverged or run.loss is None or run.loss > math.log(vocabulary) - 0.01:
+        return True
+    reached = min((point.train_loss for point in run.history if point.train_loss is not None), default=run.loss)
+    return run.loss > reached + 0.5
 
 
 def _slug(gate: str) -> str:
