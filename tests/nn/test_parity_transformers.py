@@ -59,7 +59,8 @@ def _lfm3() -> Any:
     config = module.Lfm3Config(
         **SIZES,
         layer_types=["full_attention"] * 2,
-        use_attention_gate=True, pad_token_id=0,
+        use_attention_gate=True,
+        pad_token_id=0,
         use_sandwich_norm=False,
         rope_parameters=rope,
     )

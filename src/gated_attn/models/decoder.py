@@ -179,9 +179,9 @@ class Decoder(nn.Module):
 
 
 def token_loss(logits_BTV: Tensor, labels_BT: Tensor, num_items: Tensor | int | None = None) -> Tensor:
-    """Sum of -log p(label t+1 | tokens up to t) over `num_items`, or over how many labels count; nats per token, in float32 at least.
+    """Sum of -log p(label t+1 | tokens up to t) over `num_items`, or over how many labels count; nats per token.
 
-    A batch in which nothing counts has loss 0, not NaN.
+    Computed in float32 (float64 logits: float64). A batch in which nothing counts has loss 0, not NaN.
     """
     targets = labels_BT[:, 1:].flatten()
     total = F.cross_entropy(widen(logits_BTV[:, :-1].flatten(0, 1)), targets, ignore_index=IGNORED, reduction="sum")

@@ -57,7 +57,7 @@ def compare(
         gates: specs, presets or "none"; the first is the baseline.
         output: folder of the records. Runs that are complete in it are not repeated, interrupted ones go on.
         match: "ffn" narrows the feed-forward so that every variant has the baseline's parameters within 0.5 %.
-        lr_sweep: learning-rate multipliers; each gate's largest one whose quarter-length run does not diverge (`broke`) is recorded.
+        lr_sweep: learning-rate multipliers; each gate's largest whose quarter-length run does not diverge (`broke`) is recorded.
         jobs: runs at a time, one thread each where there are as many as cores; 0 means one per core.
 
     Results do not depend on `jobs` beyond float rounding (it sets the threads of a run). Step times are measured afterwards, in
