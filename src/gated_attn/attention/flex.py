@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
+from torch.nn.attention.flex_attention import AuxRequest, BlockMask, create_block_mask, flex_attention
 
 from gated_attn.attention.activations import activate, log_activate
 from gated_attn.attention.call import Call, PairLogits, Sink, apply_gate
@@ -56,21 +56,15 @@ def run(call: Call) -> tuple[Tensor, Tensor]:
 def _flex(call: Call, score_mod: Callable[..., Tensor] | None) -> tuple[Tensor, Tensor]:
     q, k, v = (_plain(t).transpose(1, 2) for t in (call.q_BTHE, call.k_BSKE, call.v_BSKE))
     kernel = _compiled() if q.device.type == "cuda" else _eager
-    out, lse = kernel(
-        q,
-        k,
-        v,
-        score_mod=score_mod,
-        block_mask=_block_mask(call),
-        scale=call.scale,
-        enable_gqa=call.group > 1,
-        return_lse=True,
-    )
-    return out.transpose(1, 2), lse.transpose(1, 2)
+    out, aux = kernel(
+        q, k, v, score_mod=score_mod, block_mask=_block_mask(call), scale=call.scale, enable_gqa=call.group > 1,
+        return_aux=AuxRequest(lse=True),
+    )  # fmt: skip
+    return out.transpose(1, 2), aux.lse.transpose(1, 2)
 
 
 @functools.cache
-def _compiled() -> Callable[..., tuple[Tensor, Tensor]]:
+def _compiled() -> Callable[..., Any]:
     return torch.compile(flex_attention)
 
 
