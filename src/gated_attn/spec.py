@@ -281,6 +281,7 @@ def _exclusions(s: GateSpec) -> list[tuple[bool, str, str]]:
         (pairwise != (s.source == "query_key"), f"source={s.source}", "source=query_key and width pairwise go together"),
         (pairwise and s.activation not in NON_NEGATIVE, s.activation, f"a pairwise gate is added to the scores as log g, so it is never negative; use {_words(NON_NEGATIVE)}"),
         (pairwise and s.top_k is not None, f"top_k={s.top_k}", "a pairwise gate has no heads or channels to choose from"),
+        ((s.position, s.width) == ("dense", "headwise") and s.top_k is not None, f"top_k={s.top_k}", "there is one gate after the out projection; use dense:elementwise"),
         (pairwise and s.fill, "fill", "a pairwise gate leaves no single share 1-g for a fill"),
         (s.source == "query" and s.position not in ("output", "query", "weights"), "source=query", "only output, query and weights gates have one query per gate"),
         (s.source == "query" and s.width == "shared", "source=query", "each head's own query gives each head its own gate; use headwise or elementwise"),

@@ -32,6 +32,10 @@ def gate_values(*shape: int, dtype: torch.dtype = torch.float64) -> Tensor:
     return torch.sigmoid(5 * torch.randn(*shape, dtype=torch.float64)).to(dtype).requires_grad_()
 
 
+def pair_logits(T: int, S: int, dtype: torch.dtype, activation: str, scale: float, bias: Tensor | None) -> PairLogits:
+    return PairLogits(randn(B, T, H, R, dtype=dtype, scale=scale), randn(B, S, K, R, dtype=dtype), bias, activation)
+
+
 GATES: dict[str, Make] = {
     "none": lambda T, S, d: None,
     "headwise": lambda T, S, d: gate_values(B, T, H, 1, dtype=d),
@@ -40,10 +44,8 @@ GATES: dict[str, Make] = {
     "constant": lambda T, S, d: gate_values(1, 1, H, 1, dtype=d),
     "sink": lambda T, S, d: Sink(randn(H, dtype=d, scale=2.0)),
     "sink key": lambda T, S, d: Sink(randn(H, dtype=d), randn(H, E, dtype=d)),
-    "pairwise": lambda T, S, d: PairLogits(randn(B, T, H, R, dtype=d, scale=3.0), randn(B, S, K, R, dtype=d), randn(1, dtype=d), "sigmoid"),
-    "pairwise with zeros": lambda T, S, d: PairLogits(
-        randn(B, T, H, R, dtype=d, scale=5.0), randn(B, S, K, R, dtype=d), None, "hardsigmoid"
-    ),
+    "pairwise": lambda T, S, d: pair_logits(T, S, d, "sigmoid", 3.0, randn(1, dtype=d)),
+    "pairwise with zeros": lambda T, S, d: pair_logits(T, S, d, "hardsigmoid", 5.0, None),
 }  # fmt: skip
 FILLABLE = ["headwise", "elementwise", "shared", "constant", "sink", "sink key"]
 
@@ -212,8 +214,8 @@ def test_low_precision_is_as_good_as_plain_low_precision(gate: str, std: float, 
         "headwise": lambda: torch.sigmoid(std * torch.randn(B, T, H, 1)).to(dtype).requires_grad_(),
         "elementwise": lambda: torch.sigmoid(std * torch.randn(B, T, H, E)).to(dtype).requires_grad_(),
         "sink key": lambda: Sink(randn(H, dtype=dtype, scale=std), randn(H, E, dtype=dtype, scale=std)),
-        "pairwise": lambda: PairLogits(randn(B, T, H, R, dtype=dtype, scale=std), randn(B, S, K, R, dtype=dtype), None, "sigmoid"),
-    }[gate]()  # fmt: skip
+        "pairwise": lambda: pair_logits(T, S, dtype, "sigmoid", std, None),
+    }[gate]()
     exact_inputs = [t.detach().double().requires_grad_() for t in (q, k, v)]
     exact_gate = g
     if isinstance(g, tuple):
