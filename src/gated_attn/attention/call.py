@@ -128,28 +128,30 @@ def _check_qkv(q: Tensor, k: Tensor, v: Tensor) -> None:
             )
         if not tensor.dtype.is_floating_point:
             raise ShapeError(f"{name} is {tensor.dtype}; attention needs a floating point dtype")
-    shapes = ", ".join(f"{name} {tuple(t.shape)}" for name, t in named.items())
-    if len({t.dtype for t in named.values()}) > 1:
-        raise ShapeError(
-            "mixed dtypes: " + ", ".join(f"{n} {t.dtype}" for n, t in named.items()) + "; cast them to one dtype"
-        )
-    if len({t.device for t in named.values()}) > 1:
-        raise ShapeError(
-            "mixed devices: " + ", ".join(f"{n} {t.device}" for n, t in named.items()) + "; move them to one device"
-        )
+    if not q.dtype == k.dtype == v.dtype:
+        raise ShapeError(f"mixed dtypes: {_list(named, 'dtype')}; cast them to one dtype")
+    if not q.device == k.device == v.device:
+        raise ShapeError(f"mixed devices: {_list(named, 'device')}; move them to one device")
     if not q.shape[0] == k.shape[0] == v.shape[0]:
-        raise ShapeError(f"batch sizes differ: {shapes}; expand them to one batch size")
+        raise ShapeError(f"batch sizes differ: {_list(named, 'shape')}; expand them to one batch size")
     if k.shape[1:3] != v.shape[1:3]:
-        raise ShapeError(f"keys and values differ in tokens or heads: {shapes}; they come in pairs")
+        raise ShapeError(f"keys and values differ in tokens or heads: {_list(named, 'shape')}; they come in pairs")
     if q.shape[3] != k.shape[3]:
         raise ShapeError(
-            f"queries and keys differ in head width ({q.shape[3]} and {k.shape[3]}): {shapes}; project both to one width"
+            f"queries and keys differ in head width ({q.shape[3]} and {k.shape[3]}): {_list(named, 'shape')}; "
+            "project both to one width"
         )
     if k.shape[2] == 0 or q.shape[2] % k.shape[2]:
         raise ShapeError(
-            f"{q.shape[2]} query heads cannot share {k.shape[2]} key/value heads: {shapes}; "
+            f"{q.shape[2]} query heads cannot share {k.shape[2]} key/value heads: {_list(named, 'shape')}; "
             "the first must be a multiple of the second"
         )
+
+
+def _list(named: dict[str, Tensor], what: str) -> str:
+    """`q_BTHE (2, 5, 6, 11), k_BSKE ...`: one attribute of each tensor, for a message."""
+    values = ((name, getattr(tensor, what)) for name, tensor in named.items())
+    return ", ".join(f"{name} {tuple(value) if what == 'shape' else value}" for name, value in values)
 
 
 def _check_gate(gate: GateInput, q: Tensor, k: Tensor, out_shape: tuple[int, int, int, int]) -> None:

@@ -55,7 +55,7 @@ def run(call: Call) -> tuple[Tensor, Tensor]:
 
 def _flex(call: Call, score_mod: Callable[..., Tensor] | None) -> tuple[Tensor, Tensor]:
     q, k, v = (_plain(t).transpose(1, 2) for t in (call.q_BTHE, call.k_BSKE, call.v_BSKE))
-    kernel = _compiled() if q.device.type == "cuda" else _eager
+    kernel: Callable[..., Any] = _compiled() if q.device.type == "cuda" else _eager
     out, aux = kernel(
         q, k, v, score_mod=score_mod, block_mask=_block_mask(call), scale=call.scale, enable_gqa=call.group > 1,
         return_aux=AuxRequest(lse=True),

@@ -65,11 +65,11 @@ def measure_decoder(
     """
     shares: dict[int, list[Tensor]] = {}
     heads: dict[tuple[int, int], _Head] = {}
-    largest = 0.0
+    largest, rows = 0.0, 0
 
     def attention_seen(layer: int, attn: GatedAttention, x_BTD: Tensor) -> None:
         weights_BHTS, gate_BTHG = attention_and_gate(attn, x_BTD)
-        shares.setdefault(layer, []).append(first_token_share(weights_BHTS).double())
+        shares.setdefault(layer, []).append(first_token_share(weights_BHTS).double() * len(x_BTD))
         if gate_BTHG is not None:
             for head, values in enumerate(gate_BTHG.unbind(2)):
                 heads.setdefault((layer, head), _Head()).add(values, histogram_range)
@@ -81,7 +81,8 @@ def measure_decoder(
     with _watching(model, attention_seen, stream_seen):
         for tokens_BT in batches:
             model(tokens_BT)
-    by_head = tuple(tuple(torch.stack(shares[layer]).mean(0).tolist()) for layer in sorted(shares))
+            rows += len(tokens_BT)
+    by_head = tuple(tuple((torch.stack(shares[layer]).sum(0) / rows).tolist()) for layer in sorted(shares))
     count = sum(head.count for head in heads.values())
     return DecoderMeasures(
         first_token_share=float(torch.tensor(by_head).mean()),

@@ -174,14 +174,14 @@ class GatedAttention(nn.Module):
         source_BSD = x_BTD if memory_BSD is None else memory_BSD
         latent = None
         if self.q_down is not None and self.q_latent_norm is not None:
-            latent = self.q_latent_norm(self.q_down(x_BTD))
+            latent = _normed(self.q_latent_norm, self.q_down(x_BTD))
         q_BTHE = self.q_proj(x_BTD if latent is None else latent).unflatten(-1, (self.heads, self.head_dim))
-        q_BTHE = self._gated("query", q_BTHE if self.q_norm is None else self.q_norm(q_BTHE), x_BTD, latent)
+        q_BTHE = self._gated("query", _normed(self.q_norm, q_BTHE), x_BTD, latent)
         if reused is None:
             k_BSKE = self.k_proj(source_BSD).unflatten(-1, (self.kv_heads, self.head_dim))
             v_BSKE = self.v_proj(source_BSD).unflatten(-1, (self.kv_heads, self.head_dim))
             kv_latent = latent if memory_BSD is None else None
-            k_BSKE = self._gated("key", k_BSKE if self.k_norm is None else self.k_norm(k_BSKE), source_BSD, kv_latent)
+            k_BSKE = self._gated("key", _normed(self.k_norm, k_BSKE), source_BSD, kv_latent)
             v_BSKE = self._gated("value", v_BSKE, source_BSD, kv_latent)
         else:
             k_BSKE, v_BSKE = reused.tensors
@@ -253,6 +253,11 @@ def positions_in_documents(doc_ids_BS: Tensor) -> Tensor:
     starts_BS = torch.zeros_like(doc_ids_BS, dtype=torch.bool)
     starts_BS[:, 1:] = doc_ids_BS[:, 1:] != doc_ids_BS[:, :-1]
     return index_S - torch.where(starts_BS, index_S, 0).cummax(1).values
+
+
+def _normed(norm: nn.RMSNorm | None, x: Tensor) -> Tensor:
+    """norm(x) in the norm's own dtype, which under autocast is wider than x's, rounded back to x's."""
+    return x if norm is None else norm(x.to(norm.weight.dtype)).to(x.dtype)
 
 
 def _head_dim(dim: int, heads: int) -> int:
