@@ -97,12 +97,16 @@ def test_perplexity_stands_in_where_tokens_have_no_bytes(make_run: MakeRun, make
     assert "(loss, 2 paired seeds)" in "".join(verdict_lines(compare))
 
 
-def test_bits_per_byte_heads_the_table_and_both_metrics_get_a_verdict(make_study: MakeStudy) -> None:
+def test_bits_per_byte_heads_the_table_and_loss_does_not_say_it_again(make_study: MakeStudy) -> None:
     compare, _ = make_study()
     extra = Paired(gate=compare.paired[0].gate, metric="loss", difference=-0.5, low=-0.6, high=-0.4, n=3)
     compare = dataclasses.replace(compare, paired=(*compare.paired, extra))
     assert summarize(compare)[1].paired == compare.paired[0]
-    assert any("better by 0.5000 [0.4000, 0.6000] (loss" in line for line in verdict_lines(compare))
+    lines = verdict_lines(compare)
+    assert sum(line.startswith(f"{extra.gate}:") for line in lines) == 1
+    assert not any("(loss" in line for line in lines)
+    other = dataclasses.replace(extra, metric="wer")
+    assert any("(wer" in line for line in verdict_lines(dataclasses.replace(compare, paired=(*compare.paired, other))))
 
 
 def test_a_null_result_and_one_seed_are_printed_as_such(make_study: MakeStudy) -> None:

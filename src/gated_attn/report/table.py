@@ -96,11 +96,13 @@ def columns(compare: CompareRecord) -> tuple[Column, ...]:
 
 
 def verdict_lines(compare: CompareRecord) -> list[str]:
-    """One sentence per paired difference: better, worse, or no difference shown."""
+    """One sentence per paired difference: better, worse, or no difference shown; in bits per byte or loss, not in both."""
+    headline = headline_pairs(compare).values()
     lines = [
         f"{pair.gate}: {verdict(pair)} ({METRIC_NAMES.get(pair.metric, pair.metric)}"
         f"{f', {pair.n} paired seeds' if pair.n > 1 else ''})"
         for pair in compare.paired
+        if pair.metric not in METRIC_NAMES or pair in headline
     ]
     for summary in summarize(compare):
         if summary.diverged:
