@@ -346,17 +346,33 @@ def test_checkpointing_changes_nothing(kind: str) -> None:
     assert all(torch.equal(a, b) for a, b in zip(plain, again, strict=True))
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("kind", KINDS)
-def test_autocast_trains_in_bfloat16(kind: str) -> None:
+def test_autocast_trains_in_low_precision(kind: str, dtype: torch.dtype) -> None:
     module, xs = build(KINDS[kind][1], kind), inputs(kind)
     full = module(*xs).detach()
-    with torch.autocast("cpu", torch.bfloat16):
+    with torch.autocast("cpu", dtype):
         out = module(*xs, **masks(kind, "none"))
-    low = copy.deepcopy(module).bfloat16()(*(x.bfloat16() for x in xs)).float().detach()
+    low = copy.deepcopy(module).to(dtype)(*(x.to(dtype) for x in xs)).float().detach()
     error = float((out.detach().float() - full).abs().max())
-    assert error <= 2 * float((low - full).abs().max()) + torch.finfo(torch.bfloat16).eps * float(full.abs().max())
+    assert error <= 2 * float((low - full).abs().max()) + torch.finfo(dtype).eps * float(full.abs().max())
     out.float().square().sum().backward()
     assert all(p.grad is not None and p.grad.isfinite().all() for p in module.parameters())
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_per_sample_gradients_with_vmap(kind: str) -> None:
+    module, xs = gated(kind, impl="reference").double(), [x.detach().double() for x in inputs(kind)]
+    parameters = dict(module.named_parameters())
+
+    def loss(parameters: dict[str, Tensor], *sample: Tensor) -> Tensor:
+        return torch.func.functional_call(module, parameters, tuple(x[None] for x in sample)).square().sum()
+
+    each = torch.func.vmap(torch.func.grad(loss), in_dims=(None, *(0 for _ in xs)))(parameters, *xs)
+    for sample in range(B):
+        one = torch.func.grad(loss)(parameters, *(x[sample] for x in xs))
+        for name, gradient in one.items():
+            torch.testing.assert_close(each[name][sample], gradient)
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -674,16 +674,17 @@ def test_per_sample_gradients_with_vmap() -> None:
             torch.testing.assert_close(each[name][sample], gradient)
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("options", [{}, {"add_bias_kv": True, "add_zero_attn": True}], ids=["plain", "extras"])
-def test_autocast_stays_close(options: dict[str, Any]) -> None:
+def test_autocast_stays_close(options: dict[str, Any], dtype: torch.dtype) -> None:
     module = awake(GatedMultiheadAttention(D, H, batch_first=True, **options), std=1.0)
     xs = inputs({})
     full = module(*xs)[0].detach()
-    with torch.autocast("cpu", torch.bfloat16):
+    with torch.autocast("cpu", dtype):
         out, _ = module(*xs)
-    low = copy.deepcopy(module).bfloat16()(*(x.bfloat16() for x in xs))[0]
-    assert out.dtype == torch.bfloat16
-    one_rounding = torch.finfo(torch.bfloat16).eps * float(full.abs().max())
+    low = copy.deepcopy(module).to(dtype)(*(x.to(dtype) for x in xs))[0]
+    assert out.dtype == dtype
+    one_rounding = torch.finfo(dtype).eps * float(full.abs().max())
     assert float((out - full).detach().abs().max()) <= 2 * float((low - full).detach().abs().max()) + one_rounding
     out.float().sum().backward()
     assert all(p.grad is not None and p.grad.dtype == torch.float32 for p in module.parameters())

@@ -77,7 +77,7 @@ def test_shared_parameters_start_alike_whatever_the_gate(tiny: Recipe, gate: str
 
 
 def test_a_narrowed_feed_forward_is_a_part_of_the_whole_one() -> None:
-    recipe = Recipe.load("demo")
+    recipe = Recipe.load("shakespeare")
     planned = plan(recipe, "paper", "ffn")
     assert planned.config.ffn_dim < 344
     assert abs(planned.difference) <= 0.005

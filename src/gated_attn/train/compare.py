@@ -6,6 +6,7 @@ import math
 import multiprocessing
 import os
 import statistics
+import threading
 import time
 from collections.abc import Iterable, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
@@ -159,7 +160,7 @@ def _run_all(work: Sequence[Job], jobs: int, quiet: bool) -> list[RunRecord]:
     threads = max(cores // jobs, 1)
     context = multiprocessing.get_context("spawn")
     started = time.perf_counter()
-    with ProcessPoolExecutor(jobs, mp_context=context, initializer=torch.set_num_threads, initargs=(threads,)) as pool:
+    with ProcessPoolExecutor(jobs, mp_context=context, initializer=_worker, initargs=(threads, os.getpid())) as pool:
         futures = {pool.submit(_run, job): job for job in open_jobs}
         for number, future in enumerate(as_completed(futures), 1):
             job, run = futures[future], future.result()
@@ -171,6 +172,18 @@ def _run_all(work: Sequence[Job], jobs: int, quiet: bool) -> list[RunRecord]:
                     flush=True,
                 )
     return [record for job in work if (record := done[job.folder]) is not None]
+
+
+def _worker(threads: int, parent: int) -> None:
+    """Set a worker process up: its threads, and an end when the parent is killed, rather than a run that nobody waits for."""
+    torch.set_num_threads(threads)
+
+    def watch() -> None:
+        while os.getppid() == parent:
+            time.sleep(1)
+        os._exit(1)
+
+    threading.Thread(target=watch, daemon=True).start()
 
 
 def _run(job: Job) -> RunRecord:

@@ -20,7 +20,7 @@ from transformers import Trainer, TrainerCallback, TrainingArguments
 from transformers.trainer_callback import PrinterCallback, ProgressCallback, TrainerControl
 from transformers.trainer_utils import get_last_checkpoint
 
-from gated_attn.errors import TrainingError
+from gated_attn.errors import RecipeError, TrainingError
 from gated_attn.gate import Gate
 from gated_attn.models.decoder import IGNORED, Decoder
 from gated_attn.train.data import Item
@@ -133,12 +133,18 @@ class StopAfter(TrainerCallback):
 
 
 def arguments(recipe: Recipe, output: Path, seed: int) -> TrainingArguments:
-    """Trainer's arguments for a recipe."""
+    """Trainer's arguments for a recipe; `batch` is shared between the processes that torchrun or accelerate started."""
     table, optimizer = recipe.training, recipe.optimizer
+    processes = int(os.environ.get("WORLD_SIZE", "1"))
+    if table.batch % (table.accumulation * processes):
+        raise RecipeError(
+            f"training.batch={table.batch} does not divide into accumulation={table.accumulation} parts on {processes} "
+            f"processes; use a multiple of {table.accumulation * processes}"
+        )
     return TrainingArguments(
         output_dir=str(output),
         max_steps=table.steps,
-        per_device_train_batch_size=table.batch // table.accumulation,
+        per_device_train_batch_size=table.batch // (table.accumulation * processes),
         gradient_accumulation_steps=table.accumulation,
         learning_rate=optimizer.lr,
         lr_scheduler_type=optimizer.schedule,
