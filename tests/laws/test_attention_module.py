@@ -209,6 +209,18 @@ def test_compiled_equals_eager(spec: str) -> None:
 
 
 @pytest.mark.parametrize("spec", TRACED)
+def test_one_graph_serves_every_length(spec: str) -> None:
+    torch._dynamo.reset()
+    attn = build(spec)
+    compiled = torch.compile(attn, fullgraph=True, backend="aot_eager", dynamic=True)
+    before = torch._dynamo.utils.counters["stats"]["unique_graphs"]
+    for batch, tokens in ((3, 13), (2, 17), (5, 29)):
+        x = inputs(batch, tokens)
+        assert_close(compiled(x), attn(x))
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] - before == 1
+
+
+@pytest.mark.parametrize("spec", TRACED)
 def test_exported_with_dynamic_sizes_equals_eager(spec: str) -> None:
     attn, x = build(spec).eval(), inputs()
     keep = torch.ones(3, 1, 1, TOKENS, dtype=torch.bool)

@@ -87,6 +87,33 @@ def test_other_gates_are_measured_too(gate: str) -> None:
     assert 0 < measured.gate_mean < 1
 
 
+@pytest.mark.parametrize(
+    "gate",
+    [
+        "query:elementwise,source=query",
+        "query:headwise",
+        "key:headwise",
+        "value:elementwise",
+        "output:headwise,source=query",
+    ],
+)
+def test_what_is_measured_is_what_the_model_multiplied_by(gate: str) -> None:
+    model, applied = make(gate), []
+    handles = [
+        layer.attn.attn_gate.register_forward_hook(lambda module, args, value: applied.append(value))
+        for layer in model.layers
+    ]
+    with torch.no_grad():
+        model(torch.cat(batches()))
+    for handle in handles:
+        handle.remove()
+    measured = measure_decoder(model, [torch.cat(batches())])
+    assert measured.gate_mean == pytest.approx(float(torch.stack([value.mean() for value in applied]).mean()), abs=1e-6)
+    sample = sample_gates(model, batches()[0][0], [str(i) for i in range(11)])
+    assert sample is not None
+    assert torch.tensor(sample.values[0]) == pytest.approx(applied[0][0].mean(-1).T, abs=1e-6)
+
+
 def test_a_pairwise_gate_has_no_single_value() -> None:
     assert measure_decoder(make("weights:pairwise"), batches()).gate_mean is None
     assert sample_gates(make("weights:pairwise"), torch.arange(5), list("abcde")) is None

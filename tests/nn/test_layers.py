@@ -108,9 +108,6 @@ def fresh_compiler() -> Iterator[None]:
     torch._dynamo.reset()
 
 
-# -- the gates off: torch's layers ----------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("more", [{}, {"norm_first": True}, {"bias": False}, {"activation": "gelu"}], ids=str)
 def test_one_seed_gives_both_the_same_parameters(kind: str, more: dict[str, Any]) -> None:
@@ -151,9 +148,6 @@ def test_single_samples_equal_torch(kind: str) -> None:
     stock, ours = (build(cls, kind, **extra) for cls, extra in zip(KINDS[kind], ({}, NO_GATES[kind]), strict=True))
     xs = [x[0] for x in inputs(kind)]
     torch.testing.assert_close(ours(*xs), stock(*xs))
-
-
-# -- the gates on ---------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -297,9 +291,6 @@ def test_unknown_places_are_named() -> None:
         GatedEncoderLayer(D, H, gate="sideways:headwise")
 
 
-# -- compile, export, checkpoint, copies ----------------------------------------------------------------------------------
-
-
 @pytest.mark.usefixtures("fresh_compiler")
 @pytest.mark.parametrize("kind", KINDS)
 def test_compiled_equals_eager(kind: str) -> None:
@@ -309,6 +300,18 @@ def test_compiled_equals_eager(kind: str) -> None:
     torch.testing.assert_close(out, eager)
     for got, want in zip(torch.autograd.grad(out.sum(), xs), torch.autograd.grad(eager.sum(), xs), strict=True):
         torch.testing.assert_close(got, want)
+
+
+@pytest.mark.usefixtures("fresh_compiler")
+@pytest.mark.parametrize("kind", KINDS)
+def test_one_graph_serves_every_length(kind: str) -> None:
+    module = gated(kind)
+    compiled = torch.compile(module, backend="aot_eager", fullgraph=True, dynamic=True)
+    before = torch._dynamo.utils.counters["stats"]["unique_graphs"]
+    for more in (0, 4, 9):
+        xs = [torch.randn(B + more, x.shape[1] + more, D) for x in inputs(kind)]
+        torch.testing.assert_close(compiled(*xs), module(*xs))
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] - before == 1
 
 
 @pytest.mark.slow

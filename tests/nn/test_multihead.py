@@ -128,9 +128,6 @@ def pair(options: dict[str, Any], **more: Any) -> tuple[nn.MultiheadAttention, G
     return stock, GatedMultiheadAttention(D, H, **options, **more, gate=None)
 
 
-# -- the gate off: torch.nn.MultiheadAttention ----------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
 def test_one_seed_gives_both_the_same_parameters(options: dict[str, Any]) -> None:
     stock, ours = pair(options)
@@ -231,6 +228,16 @@ def test_stock_state_dict_misses_the_gate_only() -> None:
     assert report.unexpected_keys == []
 
 
+def test_from_torch_leaves_frozen_weights_frozen() -> None:
+    stock = nn.MultiheadAttention(D, H, batch_first=True)
+    stock.in_proj_weight.requires_grad_(False)
+    module = GatedMultiheadAttention.from_torch(stock, "paper")
+    assert not module.in_proj_weight.requires_grad
+    assert not stock.in_proj_weight.requires_grad
+    trained = {name for name, parameter in module.named_parameters() if parameter.requires_grad}
+    assert trained == {"in_proj_bias", "out_proj.weight", "out_proj.bias", "attn_gate.proj.weight"}
+
+
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
 def test_from_torch_shares_the_parameters(options: dict[str, Any]) -> None:
     stock = nn.MultiheadAttention(D, H, **options, batch_first=True, dropout=0.1).eval()
@@ -240,9 +247,6 @@ def test_from_torch_shares_the_parameters(options: dict[str, Any]) -> None:
     assert (ours.training, ours.dropout) == (False, 0.1)
     xs = inputs(options)
     torch.testing.assert_close(ours(*xs)[0], stock(*xs)[0])
-
-
-# -- the gate awake: its own formula --------------------------------------------------------------------------------------
 
 
 def by_formula(m: GatedMultiheadAttention, q: Tensor, k: Tensor, v: Tensor, keep_BTS: Tensor) -> tuple[Tensor, Tensor]:
@@ -381,9 +385,6 @@ def test_dense_gate_shuts_the_bias_too() -> None:
     assert not module(*inputs({}, batch_first=False))[0].any()
 
 
-# -- weights, dropout, padding --------------------------------------------------------------------------------------------
-
-
 def test_weights_are_those_before_the_gate() -> None:
     torch.manual_seed(13)
     gated = shut(GatedMultiheadAttention(D, H, batch_first=True, gate="output:headwise,bias=0"))
@@ -469,8 +470,6 @@ def test_a_fully_padded_sample_attends_to_nothing(text: str, form: str, need_wei
     assert all(g.isfinite().all() for g in everything)
     assert not everything[1][1].any()  # what hidden keys say moves nothing
 
-
-# -- inside torch's own containers ----------------------------------------------------------------------------------------
 
 WIDE, PAIRS = 14, 2  # torch's encoder fast path serves even numbers of heads only, so this is where it would strike
 
@@ -570,9 +569,6 @@ def test_out_proj_is_called_as_a_module() -> None:
     assert module.out_proj.up.weight.grad.abs().max() > 0
 
 
-# -- errors ---------------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("call", "message"),
     [
@@ -610,9 +606,6 @@ def test_nested_tensors_take_no_masks() -> None:
         x = torch.nested.as_nested_tensor([torch.randn(3, D), torch.randn(5, D)])
         with pytest.raises(ShapeError, match="carry their own lengths"):
             module(x, x, x, torch.zeros(2, 5, dtype=torch.bool))
-
-
-# -- compile, export, copies ----------------------------------------------------------------------------------------------
 
 
 @pytest.mark.usefixtures("fresh_compiler")

@@ -87,6 +87,20 @@ def test_low_precision_is_rounded_once(dtype: torch.dtype) -> None:
     assert torch.equal(got, Rope(8).rotate(x.float(), positions).to(dtype))
 
 
+def test_transformers_own_dictionary_is_taken_and_never_ignored() -> None:
+    whole = {"rope_type": "linear", "factor": 3.0, "rope_theta": 500.0, "partial_rotary_factor": 0.5}
+    assert Rope(8, theta=500.0, fraction=0.5, scaling=whole) == Rope(
+        8, 500.0, 0.5, {"rope_type": "linear", "factor": 3.0}
+    )
+    assert Rope(8, theta=500.0, scaling={"rope_type": "default", "rope_theta": 500.0}) == Rope(8, theta=500.0)
+    with pytest.raises(
+        SpecError, match=r"scaling says rope_theta=500.0 and this Rope has 10000.0; pass it as theta too"
+    ):
+        Rope(8, fraction=0.5, scaling=whole)
+    with pytest.raises(SpecError, match=r"partial_rotary_factor=0.5 and this Rope has 1.0; pass it as fraction too"):
+        Rope(8, theta=500.0, scaling=whole)
+
+
 def test_it_is_a_value() -> None:
     rope = Rope(8, scaling=SCALINGS[1])
     assert copy.deepcopy(rope) == rope

@@ -6,6 +6,7 @@ Shapes: B batch, T queries, S keys, H heads, K key/value heads, E head width.
 from __future__ import annotations
 
 import functools
+import math
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -24,6 +25,13 @@ def why_not(call: Call) -> str | None:
         return "FlexAttention has no dropout"
     if q.device.type not in ("cpu", "cuda"):
         return f"FlexAttention does not run on {q.device.type}"
+    if q.device.type == "cuda":
+        if q.dtype == torch.float64:
+            return "FlexAttention's CUDA kernels have no float64"
+        if min(q.shape[-1], call.v_BSKE.shape[-1]) < 16:
+            return "FlexAttention's CUDA kernels need heads of at least 16 channels"
+        if isinstance(call.gate, PairLogits):
+            return "a pairwise gate sums over its rank, which FlexAttention's CUDA kernels do not fuse into the scores"
     if q.device.type == "cpu" and call.needs_grad:
         return "FlexAttention has no backward pass on the CPU"
     if q.device.type == "cpu" and torch.compiler.is_compiling():
@@ -41,8 +49,9 @@ def run(call: Call) -> tuple[Tensor, Tensor]:
     gate: Any = call.gate
     if isinstance(gate, PairLogits):
         out_BTHE, gated_BTH = _flex(call, _pair_mod(call, gate))
-        share_BTH1 = (gated_BTH - lse_BTH).exp()[..., None]
-        return (out_BTHE * share_BTH1.nan_to_num(0.0)).to(call.q_BTHE.dtype), lse_BTH
+        nothing_BTH = gated_BTH == -math.inf
+        share_BTH = (gated_BTH - lse_BTH).masked_fill(nothing_BTH, -math.inf).exp()
+        return (out_BTHE * share_BTH[..., None]).to(call.q_BTHE.dtype), lse_BTH
     if isinstance(gate, Sink):
         sink_BTH = gate.logit_H.to(lse_BTH.dtype)
         if gate.key_HE is not None:
@@ -94,7 +103,9 @@ def _block_mask(call: Call) -> BlockMask | None:
             seen = seen & (query_docs_BT[b, t] == docs_BS[b, s])
         return seen if keep is None else seen & keep[b, h, t, s]
 
-    return create_block_mask(visible, B, H, T, S, device=call.q_BTHE.device)
+    per_row = B if keep is not None or docs_BS is not None else None
+    per_head = H if masking.keep is not None and masking.keep.dim() == 4 and masking.keep.shape[1] > 1 else None
+    return create_block_mask(visible, per_row, per_head, T, S, device=call.q_BTHE.device)
 
 
 def _bias_mod(call: Call) -> Callable[..., Tensor] | None:

@@ -67,8 +67,8 @@ def measure_decoder(
     heads: dict[tuple[int, int], _Head] = {}
     largest, rows = 0.0, 0
 
-    def attention_seen(layer: int, attn: GatedAttention, x_BTD: Tensor) -> None:
-        weights_BHTS, gate_BTHG = attention_and_gate(attn, x_BTD)
+    def attention_seen(layer: int, attn: GatedAttention, x_BTD: Tensor, gate: object) -> None:
+        weights_BHTS, gate_BTHG = weights_and_gate(attn, x_BTD, gate)
         shares.setdefault(layer, []).append(first_token_share(weights_BHTS).double() * len(x_BTD))
         if gate_BTHG is not None:
             for head, values in enumerate(gate_BTHG.unbind(2)):
@@ -98,8 +98,8 @@ def sample_gates(model: Decoder, tokens_T: Tensor, texts: Sequence[str]) -> Samp
     """Every gate over the tokens of one text, a mean over the channels; None for a model without readable gates."""
     values: dict[int, Tensor] = {}
 
-    def attention_seen(layer: int, attn: GatedAttention, x_BTD: Tensor) -> None:
-        _, gate_BTHG = attention_and_gate(attn, x_BTD)
+    def attention_seen(layer: int, attn: GatedAttention, x_BTD: Tensor, gate: object) -> None:
+        _, gate_BTHG = weights_and_gate(attn, x_BTD, gate)
         if gate_BTHG is not None:
             values[layer] = gate_BTHG[0].float().mean(-1).T
 
@@ -112,20 +112,20 @@ def sample_gates(model: Decoder, tokens_T: Tensor, texts: Sequence[str]) -> Samp
     return SampleGates(tokens=tuple(texts), values=rows, layers=layers)
 
 
-def attention_and_gate(attn: GatedAttention, x_BTD: Tensor) -> tuple[Tensor, Tensor | None]:
+def weights_and_gate(attn: GatedAttention, x_BTD: Tensor, gate: object) -> tuple[Tensor, Tensor | None]:
     """(softmax weights (B, H, T, S) before any gate, gate values (B, T, H, G)) of a self attention on its input.
 
-    The gate is None where there is none, or where it has one value per query and key (pairwise).
+    `gate` is what the attention's own `Gate` returned on this input. The values are None where there is no gate, or where it
+    has one value per query and key (pairwise).
     """
-    q_BTHE, k_BSKE, v_BSKE, latent = attn.project(x_BTD)
+    q_BTHE, k_BSKE, v_BSKE, _ = attn.project(x_BTD)
     weights_BHTS, lse_BHT = softmax_weights(make_call(q_BTHE, k_BSKE, v_BSKE, causal=attn.causal, window=attn.window))
-    gate = attn.gate_values(x_BTD, q_BTHE, latent)
     if isinstance(gate, Sink):
         sink_BTH = gate.logit_H
         if gate.key_HE is not None:
             sink_BTH = sink_BTH + attn.head_dim**-0.5 * torch.einsum("bthe,he->bth", q_BTHE, gate.key_HE)
         gate = activate(lse_BHT.transpose(1, 2) - sink_BTH, "sigmoid")[..., None]
-    if gate is None:
+    if not isinstance(gate, Tensor):
         return weights_BHTS, None
     B, T, _ = x_BTD.shape
     return weights_BHTS, gate.expand(B, T, *gate.shape[2:])
@@ -133,17 +133,25 @@ def attention_and_gate(attn: GatedAttention, x_BTD: Tensor) -> tuple[Tensor, Ten
 
 @contextlib.contextmanager
 def _watching(
-    model: Decoder, attention_seen: Callable[[int, GatedAttention, Tensor], None], stream_seen: Callable[[Tensor], None]
+    model: Decoder,
+    attention_seen: Callable[[int, GatedAttention, Tensor, object], None],
+    stream_seen: Callable[[Tensor], None],
 ) -> Iterator[None]:
-    """Evaluation mode without gradients, with hooks that show each attention's input and the residual stream; all undone."""
+    """Evaluation mode without gradients, with hooks on each attention (input, gate's value) and the residual stream; all undone."""
     handles = []
+    gates: dict[int, object] = {}
     for index, layer in enumerate(model.layers):
         assert isinstance(layer, GatedTransformerBlock)
 
-        def before_attention(attn: Any, args: tuple[Tensor, ...], index: int = index) -> None:
-            attention_seen(index, attn, args[0])
+        def after_gate(gate: Any, args: Any, value: object, index: int = index) -> None:
+            gates[index] = value
 
-        handles.append(layer.attn.register_forward_pre_hook(before_attention))
+        def after_attention(attn: Any, args: tuple[Tensor, ...], out: Any, index: int = index) -> None:
+            attention_seen(index, attn, args[0], gates.get(index))
+
+        if layer.attn.attn_gate is not None:
+            handles.append(layer.attn.attn_gate.register_forward_hook(after_gate))
+        handles.append(layer.attn.register_forward_hook(after_attention))
         handles.append(layer.register_forward_pre_hook(lambda _, args: stream_seen(args[0])))
         handles.append(layer.register_forward_hook(lambda _, args, out: stream_seen(out)))
     was_training = model.training

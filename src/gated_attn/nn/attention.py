@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from gated_attn.attention import Sink, gated_attention
+from gated_attn.attention import gated_attention
 from gated_attn.attention.call import GateInput
 from gated_attn.errors import ShapeError, SpecError, UnsupportedError
 from gated_attn.gate import Gate
@@ -199,12 +199,6 @@ class GatedAttention(nn.Module):
         if gate.spec.width == "pairwise":
             return gate(q_BTHE, k_BSKE)
         return gate(self._gate_source(x_BTD, q_BTHE, latent))
-
-    def gate_values(self, x_BTD: Tensor, q_BTHE: Tensor, latent: Tensor | None = None) -> Tensor | Sink | None:
-        """What the gate of any position says about these tokens, for measuring; None without one, or if it is pairwise."""
-        if self.attn_gate is None or self.attn_gate.spec.width == "pairwise":
-            return None
-        return self.attn_gate(self._gate_source(x_BTD, q_BTHE, latent))
 
     def _gate_source(self, x: Tensor, q_BTHE: Tensor, latent: Tensor | None) -> Tensor:
         assert self.attn_gate is not None

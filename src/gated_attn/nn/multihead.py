@@ -116,7 +116,8 @@ class GatedMultiheadAttention(nn.Module):
         gate: GateSpec | str | None = "output:elementwise:sigmoid",
         impl: str = "auto",
     ) -> GatedMultiheadAttention:
-        """The gated module that takes a stock one's place: the same parameters (shared, not copied), plus a new gate.
+        """The gated module that takes a stock one's place: the same parameters (shared, not copied, frozen ones
+        stay frozen), plus a new gate.
 
         Example:
             >>> layer = nn.TransformerEncoderLayer(16, 4, batch_first=True)
@@ -128,7 +129,10 @@ class GatedMultiheadAttention(nn.Module):
             attention.bias_k is not None, attention.add_zero_attn, attention.kdim, attention.vdim, attention.batch_first,
             "meta", like.dtype, gate=None, impl=impl,
         )  # fmt: skip
+        trained = {name: parameter.requires_grad for name, parameter in attention.named_parameters()}
         module.load_state_dict(attention.state_dict(keep_vars=True), assign=True)
+        for name, requires_grad in trained.items():  # assigning makes them all trainable, the stock module's too
+            module.get_parameter(name).requires_grad_(requires_grad)
         module.attn_gate = module._make_gate(as_spec(gate), device=like.device, dtype=like.dtype)
         return module.train(attention.training)
 
@@ -156,8 +160,6 @@ class GatedMultiheadAttention(nn.Module):
 
     def extra_repr(self) -> str:
         return f"embed_dim={self.embed_dim}, num_heads={self.num_heads}, dropout={self.dropout}, batch_first={self.batch_first}"
-
-    # -- forward ------------------------------------------------------------------------------------------------------
 
     def forward(
         self,
@@ -314,8 +316,6 @@ class GatedMultiheadAttention(nn.Module):
             total_BTS = total_BTS + weights(slice(head, head + 1))[:, 0]
         return total_BTS / self.num_heads
 
-    # -- masks and checks ---------------------------------------------------------------------------------------------
-
     def _mask(
         self, padding_BS: Tensor | None, attn_mask: Tensor | None, causal: bool, shape_BTS: tuple[int, int, int]
     ) -> Tensor | None:
@@ -351,20 +351,26 @@ class GatedMultiheadAttention(nn.Module):
             )
 
     def _check_inputs(self, query: Tensor, key: Tensor, value: Tensor) -> None:
-        named = {"query": query, "key": key, "value": value}
-        shapes = ", ".join(f"{name} {tuple(x.shape)}" for name, x in named.items())
+        inputs = (query, key, value)
         if query.dim() not in (2, 3) or not query.dim() == key.dim() == value.dim():
-            raise ShapeError(f"{shapes}: pass three dimensions each, or two each for a single sample")
-        for (name, x), width in zip(named.items(), (self.embed_dim, self.kdim, self.vdim), strict=True):
+            raise ShapeError(f"{_shapes(*inputs)}: pass three dimensions each, or two each for a single sample")
+        widths = (self.embed_dim, self.kdim, self.vdim)
+        for name, x, width in zip(("query", "key", "value"), inputs, widths, strict=True):
             if x.shape[-1] != width:
-                raise ShapeError(f"{shapes}: {name} is {x.shape[-1]} wide and this module was built for {width}")
+                raise ShapeError(
+                    f"{_shapes(*inputs)}: {name} is {x.shape[-1]} wide and this module was built for {width}"
+                )
         if key.shape[:-1] != value.shape[:-1]:
-            raise ShapeError(f"{shapes}: keys and values come in pairs, so all but their widths must agree")
+            raise ShapeError(f"{_shapes(*inputs)}: keys and values come in pairs, so all but their widths must agree")
         axis = 0 if self.batch_first else 1
         if query.dim() == 3 and query.shape[axis] != key.shape[axis]:
             raise ShapeError(
-                f"{shapes}: batch sizes differ; with batch_first={self.batch_first} the batch is dimension {axis}"
+                f"{_shapes(*inputs)}: batch sizes differ; with batch_first={self.batch_first} the batch is dimension {axis}"
             )
+
+
+def _shapes(query: Tensor, key: Tensor, value: Tensor) -> str:
+    return f"query {tuple(query.shape)}, key {tuple(key.shape)}, value {tuple(value.shape)}"
 
 
 def _attend_polarity(mask: Tensor) -> Tensor:

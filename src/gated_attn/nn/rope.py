@@ -54,8 +54,16 @@ class Rope:
 
     def __post_init__(self) -> None:
         if self.scaling is not None:
-            object.__setattr__(self, "scaling", tuple(sorted(dict(self.scaling).items())))
-            _check(dict(self.scaling))
+            options = dict(self.scaling)
+            for key, own in (("rope_theta", self.theta), ("partial_rotary_factor", self.fraction)):
+                if options.pop(key, own) != own:
+                    raise SpecError(
+                        f"scaling says {key}={dict(self.scaling)[key]!r} and this Rope has {own!r}; pass it as "
+                        f"{'theta' if key == 'rope_theta' else 'fraction'} too"
+                    )
+            if options != {"rope_type": "default"}:
+                _check(options)
+            object.__setattr__(self, "scaling", tuple(sorted(options.items())) if len(options) > 1 else None)
         if not 0 < self.fraction <= 1 or self.rotated < 2 or self.rotated % 2:
             raise SpecError(
                 f"RoPE turns pairs of channels: fraction={self.fraction:g} of head_dim={self.head_dim} is {self.rotated}, "
@@ -93,7 +101,7 @@ def _check(options: dict[str, Any]) -> None:
     if kind not in _LEGAL:
         raise SpecError(f"unknown rope_type {kind!r} in scaling; legal: {', '.join(_LEGAL)}, or scaling=None")
     needed, optional = _LEGAL[kind]
-    given = set(options) - {"rope_type", "rope_theta", "partial_rotary_factor"}
+    given = set(options) - {"rope_type"}
     if given - needed - optional or needed - given:
         raise SpecError(
             f"rope scaling {kind!r} has keys {sorted(given)}; it needs {sorted(needed)} and may have {sorted(optional)}"
