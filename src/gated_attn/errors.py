@@ -30,7 +30,11 @@ class RecipeError(GatedAttnError, ValueError):
 
 
 class TrainingError(GatedAttnError, RuntimeError):
-    """A training run that had to stop, such as one whose loss is no longer finite."""
+    """A training run that had to stop at `step`, such as one whose loss is no longer finite."""
+
+    def __init__(self, step: int, message: str) -> None:
+        super().__init__(f"step {step}: {message}")
+        self.step = step
 
 
 class MissingExtraError(GatedAttnError, ImportError):

@@ -28,6 +28,9 @@ SOURCES = ("hidden", "query", "query_key", "latent", "constant", "lse")
 OPS = ("mul", "add")
 INITS = ("identity", "half", "open", "closed")
 
+PAPER = PRESETS["paper"].text
+"""The gate that modules have unless they are told otherwise."""
+
 DEFAULT_STD = 0.02
 """Standard deviation of gate weights where neither `std` nor `init` is given (initializer_range of the paper's code)."""
 

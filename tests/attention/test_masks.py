@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from gated_attn.attention.masks import from_key_lengths, normalise
+from gated_attn.attention.masks import normalise
 
 CPU = torch.device("cpu")
 
@@ -55,9 +55,3 @@ def test_nothing_to_hide_is_no_mask() -> None:
     masking = normalise(None, causal=False, window=None, doc_ids=None, shape_BHTS=(2, 3, 4, 5), device=CPU)
     assert masking.visible(CPU) is None
     assert not masking.structural
-
-
-def test_right_padding_from_lengths() -> None:
-    mask = from_key_lengths(torch.tensor([2, 0, 3]), 3)
-    assert mask.shape == (3, 1, 1, 3)
-    assert mask[:, 0, 0].int().tolist() == [[1, 1, 0], [0, 0, 0], [1, 1, 1]]

@@ -155,6 +155,7 @@ def test_compare_prints_a_table_and_writes_the_report(recipe: Path, tmp_path: Pa
         (("train", "RECIPE", "--set", "lr"), ["table.key=value"]),
         (("train", "RECIPE", "--resume"), ["nothing to resume"]),
         (("compare", "RECIPE", "--gates", "paper,paper"), ["different gates"]),
+        (("compare", "RECIPE", "--gates", "none,paper,layers=0"), ["'layers=0' belongs to a spec", "';'"]),
         (("compare", "RECIPE", "--lr-sweep", "1,x"), ["--lr-sweep '1,x'", "such as 1,2,4,8"]),
         (("compare", "RECIPE", "--match", "heads"), ["unknown match 'heads'", "ffn, none"]),
     ],

@@ -18,7 +18,6 @@ SIZES = {
     "head_dim": 10,
     "dim": 23,
     "ffn_dim": 31,
-    "context": 64,
 }
 
 

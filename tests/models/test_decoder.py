@@ -16,7 +16,7 @@ from gated_attn.errors import ShapeError
 from gated_attn.models import Decoder, DecoderConfig
 from gated_attn.models.decoder import token_loss
 
-CONFIG = DecoderConfig(vocab_size=29, layers=2, heads=6, kv_heads=3, head_dim=10, dim=23, ffn_dim=31, context=64)
+CONFIG = DecoderConfig(vocab_size=29, layers=2, heads=6, kv_heads=3, head_dim=10, dim=23, ffn_dim=31)
 GATES = [
     "none",
     "paper",

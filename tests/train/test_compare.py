@@ -86,10 +86,12 @@ def test_what_counts_as_diverged(tiny: Recipe, tmp_path: Path) -> None:
     run = train(tiny, "none", 3, tmp_path, quiet=True)
     assert run is not None
     assert run.loss is not None
-    assert not module.broke(run, 19)
-    assert module.broke(replace(run, loss=math.log(19)), 19)
-    assert module.broke(replace(run, history=(*run.history, HistoryPoint(step=21, train_loss=run.loss - 0.6))), 19)
-    assert module.broke(replace(run, loss=None, diverged=True), 19)
+    assert not module.has_diverged(run, 19)
+    assert module.has_diverged(replace(run, loss=math.log(19)), 19)
+    assert module.has_diverged(
+        replace(run, history=(*run.history, HistoryPoint(step=21, train_loss=run.loss - 0.6))), 19
+    )
+    assert module.has_diverged(replace(run, loss=None, diverged=True), 19)
 
 
 def test_the_same_gate_twice_is_refused(tiny: Recipe, tmp_path: Path) -> None:

@@ -12,6 +12,7 @@ from typing import Any
 from torch import Tensor
 
 from gated_attn.attention import flex, reference, sdpa
+from gated_attn.attention.activations import widen
 from gated_attn.attention.call import Call, GateInput, PairLogits, Sink, apply_gate, make_call
 from gated_attn.errors import UnsupportedError
 
@@ -64,7 +65,7 @@ def gated_attention(
         dropout: probability of dropping a softmax weight, applied whenever it is not 0: pass 0 in evaluation.
         impl: who computes it. A named impl serves the call or raises; `auto` takes the first that can.
         fill: (H, E), what a head gives where its gate is shut.
-        return_lse: also return the scores' log-sum-exp (B, T, H), -inf where a query sees no key.
+        return_lse: also return the scores' log-sum-exp (B, T, H), float32 at least, -inf where a query sees no key.
 
     Returns:
         Output (B, T, H, E) in q's dtype, or (output, lse). A query that sees no key attends to nothing: its attention term is 0.
@@ -83,7 +84,7 @@ def gated_attention(
         fill=fill, return_lse=return_lse,
     )  # fmt: skip
     out_BTHE, lse_BTH = _choose(call, impl).run(call)
-    return (out_BTHE, lse_BTH) if return_lse else out_BTHE
+    return (out_BTHE, widen(lse_BTH)) if return_lse else out_BTHE
 
 
 def explain(

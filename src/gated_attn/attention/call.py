@@ -11,6 +11,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from gated_attn.attention.activations import activate
 from gated_attn.attention.masks import Masking, normalise
 from gated_attn.errors import ShapeError
 
@@ -108,6 +109,14 @@ def apply_gate(x_BTHE: Tensor, gate_BTHG: Tensor | None, fill_HE: Tensor | None 
     if fill_HE is not None:
         out = out + (1 - gate_BTHG) * fill_HE
     return out.to(x_BTHE.dtype)
+
+
+def sink_gate(sink: Sink, q_BTHE: Tensor, lse_BTH: Tensor, scale: float) -> Tensor:
+    """sigmoid(lse - logit - scale q . key), (B, T, H, 1): the gate that a sink is, once the log-sum-exp is known."""
+    sink_BTH = sink.logit_H.to(lse_BTH.dtype)
+    if sink.key_HE is not None:
+        sink_BTH = sink_BTH + scale * torch.einsum("bthe,he->bth", q_BTHE, sink.key_HE.to(q_BTHE.dtype))
+    return activate(lse_BTH - sink_BTH, "sigmoid")[..., None]
 
 
 def _autocast(*tensors: Tensor) -> list[Tensor]:

@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import AuxRequest, BlockMask, create_block_mask, flex_attention
 
-from gated_attn.attention.activations import activate, log_activate
-from gated_attn.attention.call import Call, PairLogits, Sink, apply_gate
+from gated_attn.attention.activations import log_activate
+from gated_attn.attention.call import Call, PairLogits, Sink, apply_gate, sink_gate
 
 
 def why_not(call: Call) -> str | None:
@@ -53,12 +53,7 @@ def run(call: Call) -> tuple[Tensor, Tensor]:
         share_BTH = (gated_BTH - lse_BTH).masked_fill(nothing_BTH, -math.inf).exp()
         return (out_BTHE * share_BTH[..., None]).to(call.q_BTHE.dtype), lse_BTH
     if isinstance(gate, Sink):
-        sink_BTH = gate.logit_H.to(lse_BTH.dtype)
-        if gate.key_HE is not None:
-            sink_BTH = sink_BTH + call.scale * torch.einsum(
-                "bthe,he->bth", call.q_BTHE, gate.key_HE.to(call.q_BTHE.dtype)
-            )
-        gate = activate(lse_BTH - sink_BTH, "sigmoid")[..., None]
+        gate = sink_gate(gate, call.q_BTHE, lse_BTH, call.scale)
     return apply_gate(out_BTHE, gate, call.fill), lse_BTH
 
 

@@ -102,11 +102,6 @@ def normalise(
     return Masking(T, S, causal, window, doc_ids, keep, bias)
 
 
-def from_key_lengths(lengths_B: Tensor, keys: int) -> Tensor:
-    """Bool mask (B, 1, 1, S), True at the first lengths[b] keys of each row: right padding, from lengths."""
-    return (torch.arange(keys, device=lengths_B.device) < lengths_B[:, None])[:, None, None, :]
-
-
 def _check_mask(mask: Tensor, shape_BHTS: tuple[int, int, int, int], device: torch.device) -> None:
     if mask.dtype != torch.bool and not mask.dtype.is_floating_point:
         raise ShapeError(

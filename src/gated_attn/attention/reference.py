@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from gated_attn.attention.activations import activate
-from gated_attn.attention.call import Call, PairLogits, Sink, apply_gate
+from gated_attn.attention.call import Call, PairLogits, Sink, apply_gate, sink_gate
 
 
 def why_not(call: Call) -> str | None:
@@ -44,12 +44,7 @@ def run(call: Call) -> tuple[Tensor, Tensor]:
     if isinstance(gate, PairLogits):
         weights_BHTS, gate = weights_BHTS * pair_gate(gate, call.group).to(weights_BHTS.dtype), None
     elif isinstance(gate, Sink):
-        sink_BTH = gate.logit_H.to(lse_BTH.dtype)
-        if gate.key_HE is not None:
-            sink_BTH = sink_BTH + call.scale * torch.einsum(
-                "bthe,he->bth", call.q_BTHE, gate.key_HE.to(call.q_BTHE.dtype)
-            )
-        gate = activate(lse_BTH - sink_BTH, "sigmoid")[..., None]
+        gate = sink_gate(gate, call.q_BTHE, lse_BTH, call.scale)
     v_BSHE = call.v_BSKE.repeat_interleave(call.group, dim=2)
     return apply_gate(torch.einsum("bhts,bshe->bthe", weights_BHTS, v_BSHE), gate, call.fill), lse_BTH
 

@@ -18,6 +18,8 @@ from gated_attn.attention.call import Call, PairLogits, Sink, apply_gate
 def why_not(call: Call) -> str | None:
     if call.return_lse:
         return "scaled_dot_product_attention does not return the log-sum-exp"
+    if call.dropout and isinstance(call.gate, Sink) and call.fill is not None:
+        return "dropout would fall on the sink's fill too, which is a value like any other here"
     return None
 
 

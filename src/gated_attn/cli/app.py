@@ -41,7 +41,7 @@ def train(
     recipe: Annotated[str, typer.Argument(help="A recipe file, or the name of a recipe that comes with the package.")],
     gate: Annotated[str, typer.Option(help="A gate spec or preset, or none.")] = "none",
     seed: Annotated[int | None, typer.Option(help="Seed of initialisation and data order [default: the recipe's].")] = None,
-    output: Annotated[Path | None, typer.Option("--output", "-o", help="Folder for checkpoints and the record [default: runs/RECIPE-GATE-SEED].")] = None,
+    output: Annotated[Path | None, typer.Option("--output", "-o", help="Folder for checkpoints and the record [default: runs/RECIPE-GATE-seedSEED].")] = None,
     resume: Annotated[bool, typer.Option("--resume", help="Go on from the newest checkpoint in the folder.")] = False,
     overrides: Annotated[list[str] | None, typer.Option("--set", help="Override a recipe value, such as optimizer.lr=0.001.")] = None,
     json: Json = False,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 from gated_attn.errors import RecipeError
@@ -43,7 +44,13 @@ def run(
 
 def split_gates(text: str) -> list[str]:
     """Gates from a comma-separated list; with ';' anywhere it separates instead, and commas belong to the specs."""
-    return [gate.strip() for gate in text.split(";" if ";" in text else ",") if gate.strip()]
+    gates = [gate.strip() for gate in text.split(";" if ";" in text else ",") if gate.strip()]
+    for gate in gates:
+        if re.match(r"\w+=", gate):
+            raise RecipeError(
+                f"--gates {text!r}: {gate!r} belongs to a spec; separate gates by ';' where a spec has commas"
+            )
+    return gates
 
 
 def _numbers(text: str) -> list[float]:

@@ -5,18 +5,17 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from gated_attn.spec import as_spec
 from gated_attn.train.recipe import Recipe
 
 
 def run(
     recipe: str, gate: str, seed: int | None, output: Path | None, overrides: list[str], *, resume: bool, as_json: bool
 ) -> None:
-    from gated_attn.train.run import RECORD, train
+    from gated_attn.train.run import RECORD, slug, train
 
     loaded = Recipe.load(recipe, overrides)
     seed = loaded.training.seed if seed is None else seed
-    folder = output or Path("runs") / f"{loaded.name}-{str(as_spec(gate) or 'none').replace(':', '-')}-{seed}"
+    folder = output or Path("runs") / f"{loaded.name}-{slug(gate)}-seed{seed}"
     record = train(loaded, gate, seed, folder, resume=resume, quiet=as_json)
     assert record is not None
     if as_json:

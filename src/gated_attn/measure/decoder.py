@@ -14,8 +14,7 @@ import torch
 from torch import Tensor
 
 from gated_attn.attention import Sink
-from gated_attn.attention.activations import activate
-from gated_attn.attention.call import make_call
+from gated_attn.attention.call import make_call, sink_gate
 from gated_attn.attention.reference import softmax_weights
 from gated_attn.measure.statistics import first_token_share, histogram, max_abs, share_below
 from gated_attn.models.decoder import Decoder
@@ -96,20 +95,26 @@ def measure_decoder(
 
 def sample_gates(model: Decoder, tokens_T: Tensor, texts: Sequence[str]) -> SampleGates | None:
     """Every gate over the tokens of one text, a mean over the channels; None for a model without readable gates."""
+    values = gates_of(model, tokens_T[None])
+    if not values:
+        return None
+    layers = tuple(sorted(values))
+    rows = tuple(tuple(tuple(row) for row in values[layer][0].float().mean(-1).T.tolist()) for layer in layers)
+    return SampleGates(tokens=tuple(texts), values=rows, layers=layers)
+
+
+def gates_of(model: Decoder, tokens_BT: Tensor) -> dict[int, Tensor]:
+    """The gates of every layer that has readable ones on these tokens, (B, T, H, G) each, in evaluation mode."""
     values: dict[int, Tensor] = {}
 
     def attention_seen(layer: int, attn: GatedAttention, x_BTD: Tensor, gate: object) -> None:
         _, gate_BTHG = weights_and_gate(attn, x_BTD, gate)
         if gate_BTHG is not None:
-            values[layer] = gate_BTHG[0].float().mean(-1).T
+            values[layer] = gate_BTHG
 
     with _watching(model, attention_seen, lambda _: None):
-        model(tokens_T[None])
-    if not values:
-        return None
-    layers = tuple(sorted(values))
-    rows = tuple(tuple(tuple(row) for row in values[layer].tolist()) for layer in layers)
-    return SampleGates(tokens=tuple(texts), values=rows, layers=layers)
+        model(tokens_BT)
+    return values
 
 
 def weights_and_gate(attn: GatedAttention, x_BTD: Tensor, gate: object) -> tuple[Tensor, Tensor | None]:
@@ -121,10 +126,7 @@ def weights_and_gate(attn: GatedAttention, x_BTD: Tensor, gate: object) -> tuple
     q_BTHE, k_BSKE, v_BSKE, _ = attn.project(x_BTD)
     weights_BHTS, lse_BHT = softmax_weights(make_call(q_BTHE, k_BSKE, v_BSKE, causal=attn.causal, window=attn.window))
     if isinstance(gate, Sink):
-        sink_BTH = gate.logit_H
-        if gate.key_HE is not None:
-            sink_BTH = sink_BTH + attn.head_dim**-0.5 * torch.einsum("bthe,he->bth", q_BTHE, gate.key_HE)
-        gate = activate(lse_BHT.transpose(1, 2) - sink_BTH, "sigmoid")[..., None]
+        gate = sink_gate(gate, q_BTHE, lse_BHT.transpose(1, 2), attn.head_dim**-0.5)
     if not isinstance(gate, Tensor):
         return weights_BHTS, None
     B, T, _ = x_BTD.shape

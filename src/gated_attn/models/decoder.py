@@ -5,7 +5,7 @@ Shapes: B batch, T tokens, D model width, V vocabulary.
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -25,7 +25,7 @@ IGNORED = -100
 
 @dataclass(frozen=True)
 class DecoderConfig:
-    """Sizes of a `Decoder`. `gate` is a spec's text or "none"; `context` is the longest sequence it is trained on."""
+    """Sizes of a `Decoder`. `gate` is a spec's text or "none"."""
 
     vocab_size: int
     layers: int
@@ -34,7 +34,6 @@ class DecoderConfig:
     ffn_dim: int
     kv_heads: int | None = None
     head_dim: int | None = None
-    context: int = 1024
     gate: str = "none"
     qk_norm: bool = False
     rope_theta: float = 10000.0
@@ -42,9 +41,6 @@ class DecoderConfig:
     dropout: float = 0.0
     tie_embeddings: bool = True
     initializer_range: float = 0.02
-
-    def to_dict(self) -> dict[str, Any]:
-        return asdict(self)
 
 
 class DecoderOutput(dict[str, Any]):
@@ -153,18 +149,25 @@ class Decoder(nn.Module):
         temperature: float = 0.0,
         generator: torch.Generator | None = None,
     ) -> Tensor:
-        """input_ids (B, T >= 1) with max_new_tokens behind them: the likeliest (temperature 0), or drawn at this temperature."""
+        """input_ids (B, T >= 1) with max_new_tokens behind them: the likeliest (temperature 0), or drawn at this temperature.
+
+        Without dropout, whatever mode the model is in.
+        """
         if input_ids.shape[1] == 0:
             raise ShapeError(f"input_ids of shape {tuple(input_ids.shape)}; generation starts from at least one token")
-        cache, new = self.new_cache(), input_ids
-        for _ in range(max_new_tokens):
-            output = self(new, cache=cache)
-            logits_BV, cache = output.logits[:, -1].float(), output.cache
-            if temperature > 0:
-                new = torch.multinomial((logits_BV / temperature).softmax(-1), 1, generator=generator)
-            else:
-                new = logits_BV.argmax(-1, keepdim=True)
-            input_ids = torch.cat([input_ids, new], 1)
+        cache, new, was_training = self.new_cache(), input_ids, self.training
+        self.eval()
+        try:
+            for _ in range(max_new_tokens):
+                output = self(new, cache=cache)
+                logits_BV, cache = output.logits[:, -1].float(), output.cache
+                if temperature > 0:
+                    new = torch.multinomial((logits_BV / temperature).softmax(-1), 1, generator=generator)
+                else:
+                    new = logits_BV.argmax(-1, keepdim=True)
+                input_ids = torch.cat([input_ids, new], 1)
+        finally:
+            self.train(was_training)
         return input_ids
 
     def _check(self, input_ids: Tensor, labels: Tensor | None) -> None:

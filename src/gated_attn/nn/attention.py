@@ -16,7 +16,7 @@ from gated_attn.errors import ShapeError, SpecError, UnsupportedError
 from gated_attn.gate import Gate
 from gated_attn.nn.cache import KVCache
 from gated_attn.nn.rope import Rope
-from gated_attn.spec import GateSpec, as_spec
+from gated_attn.spec import PAPER, GateSpec, as_spec
 
 
 class Projected(NamedTuple):
@@ -34,9 +34,9 @@ class GatedAttention(nn.Module):
     Args:
         dim: model width D of x; `kv_dim` is the memory's width where it differs (cross attention).
         heads, kv_heads, head_dim: H query heads share K key/value heads; head_dim defaults to dim // heads.
-        gate: a GateSpec, its text, or None. Output, query and dense gates read the query side; key and value gates read the
-            side that keys and values come from, and act before the cache. With qk_norm, key and query gates follow the norm
-            (before it, it would cancel them) and precede RoPE.
+        gate: a GateSpec, its text, or None; default the paper's. Output, query and dense gates read the query side; key and
+            value gates read the side that keys and values come from, and act before the cache. With qk_norm, key and query
+            gates follow the norm (before it, it would cancel them) and precede RoPE.
         qk_norm: RMSNorm over each head's queries and keys, before RoPE.
         rope: rotary positions for self attention.
         bias: biases on all four projections; a gate's bias is its spec's.
@@ -46,9 +46,10 @@ class GatedAttention(nn.Module):
 
     forward(x_BTD, memory_BSD=None, *, mask, doc_ids, positions, cache) -> out_BTD, or (out_BTD, cache) when a `KVCache` is
     passed. mask and doc_ids are those of `gated_attention` and cover all S keys, cached ones included; positions (B, T) are
-    those of the new tokens and default to counting on from the cache, or within each document where doc_ids are given. A
-    gate that reads rotated queries or keys (`source=query`, `query_key`, `sink_key`) sees absolute positions, so left
-    padding needs positions that start at the first real token. With a memory, a filled cache is reused as it is.
+    those of the new tokens and default to counting on from the cache, or within each document where doc_ids are given (a
+    document lies together: it is one run of equal numbers). A gate that reads rotated queries or keys (`source=query`,
+    `query_key`, `sink_key`) sees absolute positions, so left padding needs positions that start at the first real token.
+    With a memory, a filled cache is reused as it is.
 
     Raises ShapeError for inputs that do not fit, SpecError for a gate that has nothing to read here.
 
@@ -64,7 +65,7 @@ class GatedAttention(nn.Module):
         *,
         kv_heads: int | None = None,
         head_dim: int | None = None,
-        gate: GateSpec | str | None = None,
+        gate: GateSpec | str | None = PAPER,
         qk_norm: bool = False,
         norm_eps: float = 1e-6,
         rope: Rope | None = None,
@@ -227,9 +228,10 @@ class GatedAttention(nn.Module):
                 raise ShapeError(
                     f"{name} of shape {tuple(tensor.shape)}; this attention takes (batch, tokens, {width})"
                 )
-        if memory is not None and self.causal:
+        if memory is not None and (self.causal or self.window is not None):
             raise ShapeError(
-                "causal attention over a memory has no meaning; build GatedAttention(..., causal=False) for cross attention"
+                f"causal={self.causal} and window={self.window} have no meaning over a memory; build "
+                "GatedAttention(..., causal=False, window=None) for cross attention"
             )
         if memory is None and self.k_proj.in_features != self.dim:
             raise ShapeError(

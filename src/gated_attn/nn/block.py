@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from gated_attn.nn.attention import GatedAttention
 from gated_attn.nn.cache import KVCache
 from gated_attn.nn.rope import Rope
-from gated_attn.spec import GateSpec
+from gated_attn.spec import PAPER, GateSpec
 
 
 class SwiGLU(nn.Module):
@@ -50,7 +50,7 @@ class GatedTransformerBlock(nn.Module):
         heads: int,
         *,
         ffn_dim: int | None = None,
-        gate: GateSpec | str | None = "output:elementwise:sigmoid",
+        gate: GateSpec | str | None = PAPER,
         kv_heads: int | None = None,
         head_dim: int | None = None,
         qk_norm: bool = False,

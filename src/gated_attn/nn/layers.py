@@ -17,9 +17,8 @@ from torch import Tensor, nn
 from gated_attn.errors import SpecError
 from gated_attn.gate import Gate
 from gated_attn.nn.multihead import GatedMultiheadAttention
-from gated_attn.spec import GateSpec, as_spec
+from gated_attn.spec import PAPER, GateSpec, as_spec
 
-PAPER = "output:elementwise:sigmoid"
 PLACES = ("encoder", "decoder", "cross")
 
 GateChoice = GateSpec | str | None
@@ -61,18 +60,8 @@ class GatedEncoderLayer(nn.TransformerEncoderLayer):
         impl: str = "auto",
     ) -> None:
         super().__init__(
-            d_model,
-            nhead,
-            dim_feedforward,
-            dropout,
-            activation,
-            layer_norm_eps,
-            batch_first,
-            norm_first,
-            bias,
-            device,
-            dtype,
-        )
+            d_model, nhead, dim_feedforward, dropout, activation, layer_norm_eps, batch_first, norm_first, bias, device, dtype,
+        )  # fmt: skip
         self.self_attn: Any = GatedMultiheadAttention.from_torch(self.self_attn, gate, impl)
 
 
@@ -110,18 +99,8 @@ class GatedDecoderLayer(nn.TransformerDecoderLayer):
         impl: str = "auto",
     ) -> None:
         super().__init__(
-            d_model,
-            nhead,
-            dim_feedforward,
-            dropout,
-            activation,
-            layer_norm_eps,
-            batch_first,
-            norm_first,
-            bias,
-            device,
-            dtype,
-        )
+            d_model, nhead, dim_feedforward, dropout, activation, layer_norm_eps, batch_first, norm_first, bias, device, dtype,
+        )  # fmt: skip
         self.self_attn: Any = GatedMultiheadAttention.from_torch(self.self_attn, gate, impl)
         self.multihead_attn: Any = GatedMultiheadAttention.from_torch(self.multihead_attn, cross_gate, impl)
 
@@ -132,7 +111,8 @@ class GatedTransformer(nn.Transformer):
     Constructor, call and masks are torch's. With `gate=None` one seed gives both classes the same weights.
 
     Args:
-        d_model ... dtype: as torch's; `custom_encoder` and `custom_decoder` are used as they come, with their own gates.
+        d_model ... dtype: as torch's; `custom_encoder` and `custom_decoder` are used with the gates that they
+            have; as in torch, all matrices are drawn anew.
         gate: one GateSpec, text or None for all attentions, or a dict with some of the keys `encoder`, `decoder` (its self
             attention) and `cross`; a key left out is no gate there. `layers=` counts within each stack, from 0.
         impl: who computes attention.

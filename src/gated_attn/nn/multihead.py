@@ -17,7 +17,7 @@ from gated_attn.attention.call import GateInput, make_call
 from gated_attn.attention.reference import softmax_weights
 from gated_attn.errors import ShapeError, SpecError
 from gated_attn.gate import Gate
-from gated_attn.spec import GateSpec, as_spec
+from gated_attn.spec import PAPER, GateSpec, as_spec
 
 
 class GatedMultiheadAttention(nn.Module):
@@ -79,7 +79,7 @@ class GatedMultiheadAttention(nn.Module):
         device: Any = None,
         dtype: torch.dtype | None = None,
         *,
-        gate: GateSpec | str | None = "output:elementwise:sigmoid",
+        gate: GateSpec | str | None = PAPER,
         impl: str = "auto",
     ) -> None:
         super().__init__()
@@ -113,7 +113,7 @@ class GatedMultiheadAttention(nn.Module):
     def from_torch(
         cls,
         attention: nn.MultiheadAttention,
-        gate: GateSpec | str | None = "output:elementwise:sigmoid",
+        gate: GateSpec | str | None = PAPER,
         impl: str = "auto",
     ) -> GatedMultiheadAttention:
         """The gated module that takes a stock one's place: the same parameters (shared, not copied, frozen ones

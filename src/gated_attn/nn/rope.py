@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -39,6 +39,7 @@ class Rope:
         fraction: share of the channels that is rotated, the first ones; Qwen3-Next uses 0.25.
         scaling: None, or `{"rope_type": kind, ...}` with transformers' keys. Kinds: `linear` (positions / factor), `llama3`
             (long wavelengths / factor), `yarn` (arXiv:2309.00071, with its factor on cos and sin).
+        rotated: how many channels are rotated, 2R; int(head_dim * fraction).
 
     A value without tensors: it copies, pickles and compiles like a number.
 
@@ -51,6 +52,7 @@ class Rope:
     theta: float = 10000.0
     fraction: float = 1.0
     scaling: Scaling = None
+    rotated: int = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         if self.scaling is not None:
@@ -64,16 +66,12 @@ class Rope:
             if options != {"rope_type": "default"}:
                 _check(options)
             object.__setattr__(self, "scaling", tuple(sorted(options.items())) if len(options) > 1 else None)
+        object.__setattr__(self, "rotated", int(self.head_dim * self.fraction))
         if not 0 < self.fraction <= 1 or self.rotated < 2 or self.rotated % 2:
             raise SpecError(
                 f"RoPE turns pairs of channels: fraction={self.fraction:g} of head_dim={self.head_dim} is {self.rotated}, "
                 "which must be even, at least 2 and at most head_dim"
             )
-
-    @property
-    def rotated(self) -> int:
-        """How many channels are rotated, 2R."""
-        return int(self.head_dim * self.fraction)
 
     def frequencies(
         self, device: torch.device | None = None, dtype: torch.dtype = torch.float32

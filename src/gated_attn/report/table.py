@@ -313,7 +313,7 @@ _STABLE = Column(
     "largest_stable_lr",
     "stable\nlr",
     "Largest stable learning rate",
-    "Largest learning rate of the sweep at which no seed diverged.",
+    "Largest learning rate of the sweep, one run of a quarter of the steps each, below the first that diverged.",
     lambda s: number(s.largest_stable_lr, ".2g"),
 )
 

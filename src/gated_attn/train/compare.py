@@ -22,7 +22,7 @@ from gated_attn.spec import as_spec
 from gated_attn.train.data import datasets, vocab_size
 from gated_attn.train.initialise import initialise, plan
 from gated_attn.train.recipe import Recipe
-from gated_attn.train.run import RECORD, configuration, diverged, train
+from gated_attn.train.run import RECORD, configuration, diverged, slug, train
 from gated_attn.train.trainer import newest_checkpoint, parameter_groups
 
 METRICS = ("loss", "bits_per_byte")
@@ -58,7 +58,7 @@ def compare(
         gates: specs, presets or "none"; the first is the baseline.
         output: folder of the records. Runs that are complete in it are not repeated, interrupted ones go on.
         match: "ffn" narrows the feed-forward so that every variant has the baseline's parameters within 0.5 %.
-        lr_sweep: learning-rate multipliers; each gate's largest whose quarter-length run does not diverge (`broke`) is recorded.
+        lr_sweep: learning-rate multipliers; each gate's largest whose quarter-length run has not diverged is recorded.
         jobs: runs at a time, one thread each where there are as many as cores; 0 means one per core.
 
     Results do not depend on `jobs` beyond float rounding (it sets the threads of a run). Step times are measured afterwards, in
@@ -78,7 +78,7 @@ def compare(
     folder = Path(output)
     first = recipe.training.seed
     work = [
-        Job(recipe, gate, first + i, match, folder / f"{_slug(gate)}-seed{first + i}")
+        Job(recipe, gate, first + i, match, folder / f"{slug(gate)}-seed{first + i}")
         for i in range(seeds)
         for gate in gates
     ]
@@ -193,15 +193,9 @@ def _run(job: Job) -> RunRecord:
             job.recipe, job.gate, job.seed, job.folder, match=job.match, resume=resume, quiet=True
         )
     except TrainingError as error:
-        run = diverged(job.recipe, job.gate, job.seed, job.match, _step_of(error))
-        run.save(job.folder / RECORD)
+        run = diverged(job.recipe, job.gate, job.seed, job.match, error.step, job.folder)
     assert run is not None  # only a run that was told to stop early has no record
     return run
-
-
-def _step_of(error: TrainingError) -> int | None:
-    words = str(error).split()
-    return int(words[1].rstrip(":")) if words[:1] == ["step"] else None
 
 
 def _complete(job: Job) -> RunRecord | None:
@@ -225,9 +219,9 @@ def _largest_stable_lr(
         short = replace(
             recipe, optimizer=replace(recipe.optimizer, lr=rate), training=replace(recipe.training, steps=steps)
         )
-        job = Job(short, gate, recipe.training.seed, match, folder / f"{_slug(gate)}-lr{rate:g}")
+        job = Job(short, gate, recipe.training.seed, match, folder / f"{slug(gate)}-lr{rate:g}")
         run = _run_all([job], 1, True)[0]
-        broken = broke(run, vocab_size(recipe))
+        broken = has_diverged(run, vocab_size(recipe))
         if not quiet:
             result = "stopped" if run.loss is None else f"validation loss {run.loss:.4f}"
             print(f"{gate} at learning rate {rate:g}: {result}{', diverged' if broken else ''}", flush=True)
@@ -237,13 +231,9 @@ def _largest_stable_lr(
     return stable
 
 
-def broke(run: RunRecord, vocabulary: int) -> bool:
+def has_diverged(run: RunRecord, vocabulary: int) -> bool:
     """Whether a run diverged: it had to stop, or ended no better than guessing, or 0.5 nats above a loss it had reached."""
     if run.diverged or run.loss is None or run.loss > math.log(vocabulary) - 0.01:
         return True
     reached = min((point.train_loss for point in run.history if point.train_loss is not None), default=run.loss)
     return run.loss > reached + 0.5
-
-
-def _slug(gate: str) -> str:
-    return "".join(c if c.isalnum() or c in ".-" else "-" for c in gate)

@@ -5,16 +5,15 @@ Shapes: N items, T tokens.
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
 from gated_attn import samples
 from gated_attn.errors import RecipeError
-from gated_attn.models.decoder import IGNORED
-from gated_attn.train.recipe import Recipe
+from gated_attn.measure.decoder import gates_of
+from gated_attn.models.decoder import IGNORED, Decoder
+from gated_attn.train.recipe import TRIGGER_SHARE, Recipe
 
 Item = dict[str, Tensor]
 
@@ -75,12 +74,12 @@ class Backcopy(Dataset[Item]):
 
 
 def bigrams(vocab_size: int, triggers: int) -> Tensor:
-    """P(next | token), (V, V): a few likely successors per token, every trigger at 4 %, never the opening token."""
+    """P(next | token), (V, V): a few likely successors per token, every trigger at `TRIGGER_SHARE`, never the opening token."""
     generator = torch.Generator().manual_seed(20_241_013)
     scores = torch.randn(vocab_size, vocab_size, generator=generator) * 2
     scores[:, : 1 + triggers] = -torch.inf
-    table = scores.softmax(-1) * (1 - 0.04 * triggers)
-    table[:, 1 : 1 + triggers] = 0.04
+    table = scores.softmax(-1) * (1 - TRIGGER_SHARE * triggers)
+    table[:, 1 : 1 + triggers] = TRIGGER_SHARE
     return table
 
 
@@ -96,8 +95,6 @@ def datasets(recipe: Recipe, seed: int) -> tuple[Dataset[Item], list[Tensor]]:
     table, data, model = recipe.training, recipe.data, recipe.model
     items, held_out = table.steps * table.batch, table.eval_batches * table.batch
     if data.task == "backcopy":
-        if 0.04 * data.triggers >= 1:
-            raise RecipeError(f"data.triggers={data.triggers}: each takes 4 % of the successors; use fewer than 25")
         train: Dataset[Item] = Backcopy(data.vocab_size, data.triggers, model.context, items, seed)
         test = Backcopy(data.vocab_size, data.triggers, model.context, held_out, 2**31 - 1)
         rows = torch.stack([test[i]["input_ids"] for i in range(held_out)])
@@ -131,37 +128,18 @@ def token_texts(recipe: Recipe, tokens_T: Tensor) -> list[str]:
     return ["<s>" if t == 0 else f"T{t}" if t <= triggers else f"w{t}" for t in tokens_T.tolist()]
 
 
-def task_measures(recipe: Recipe, model: Any, batches: list[Tensor]) -> dict[str, float]:
-    """What only this task can measure: for backcopy, the mean gate on triggers and elsewhere (output gates only)."""
-    gates = [layer.attn.attn_gate for layer in model.layers if layer.attn.attn_gate is not None]
-    if recipe.data.task != "backcopy" or not gates or gates[0].spec.source not in ("hidden", "constant"):
+def task_measures(recipe: Recipe, model: Decoder, batches: list[Tensor]) -> dict[str, float]:
+    """What only this task can measure: for backcopy, the mean gate on triggers and elsewhere, the first token left out."""
+    if recipe.data.task != "backcopy":
         return {}
     totals = {"gate_on_triggers": [0.0, 0], "gate_elsewhere": [0.0, 0]}
     for tokens_BT in batches:
         on_BT = (tokens_BT >= 1) & (tokens_BT <= recipe.data.triggers)
-        on_BT[:, 0] = False
-        for values in gate_values(model, tokens_BT):
-            mean_BT = values.float().mean((2, 3)).expand(on_BT.shape)
-            elsewhere_BT = ~on_BT
-            elsewhere_BT[:, 0] = False
-            for name, where in (("gate_on_triggers", on_BT), ("gate_elsewhere", elsewhere_BT)):
+        counted_BT = torch.ones_like(on_BT)
+        counted_BT[:, 0] = False
+        for gate_BTHG in gates_of(model, tokens_BT).values():
+            mean_BT = gate_BTHG.float().mean((2, 3))
+            for name, where in (("gate_on_triggers", on_BT & counted_BT), ("gate_elsewhere", ~on_BT & counted_BT)):
                 totals[name][0] += float(mean_BT[where].sum())
                 totals[name][1] += int(where.sum())
-    return {name: total / max(count, 1) for name, (total, count) in totals.items()}
-
-
-@torch.no_grad()
-def gate_values(model: Any, tokens_BT: Tensor) -> list[Tensor]:
-    """The gates that the model computes on these tokens, one (B, T, H, G) per gated layer."""
-    seen: list[Tensor] = []
-    handles = [
-        layer.attn.attn_gate.register_forward_hook(lambda _module, _inputs, value: seen.append(value))
-        for layer in model.layers
-        if layer.attn.attn_gate is not None
-    ]
-    try:
-        model(tokens_BT)
-    finally:
-        for handle in handles:
-            handle.remove()
-    return [value for value in seen if isinstance(value, Tensor)]
+    return {name: total / count for name, (total, count) in totals.items() if count}

@@ -44,7 +44,7 @@ def plan(recipe: Recipe, gate: str, match: str = "ffn") -> Plan:
     model = recipe.model
     base = DecoderConfig(
         vocab_size=vocab_size(recipe), layers=model.layers, heads=model.heads, dim=model.dim, ffn_dim=model.ffn_dim,
-        kv_heads=model.kv_heads, head_dim=model.head_dim, context=model.context, qk_norm=model.qk_norm,
+        kv_heads=model.kv_heads, head_dim=model.head_dim, qk_norm=model.qk_norm,
         rope_theta=model.rope_theta, dropout=model.dropout, tie_embeddings=model.tie_embeddings,
     )  # fmt: skip
     config = replace(base, gate="none" if spec is None else str(spec))

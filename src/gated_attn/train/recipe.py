@@ -6,6 +6,7 @@ the resolved recipe, every value included, so a record says what it was trained 
 
 from __future__ import annotations
 
+import re
 import sys
 import types
 import typing
@@ -18,6 +19,8 @@ from gated_attn.errors import MissingExtraError, RecipeError
 
 TASKS = ("text", "backcopy")
 PRECISIONS = ("fp32", "bf16")
+TRIGGER_SHARE = 0.04
+"""How often each trigger of backcopy follows another token."""
 SCHEDULES = ("cosine", "linear", "constant_with_warmup")
 
 
@@ -99,8 +102,8 @@ class Recipe:
             ("data.validation", 0 < self.data.validation < 1, "a share between 0 and 1"),
             (
                 "data.triggers",
-                0 < self.data.triggers < self.data.vocab_size - 1,
-                "at least 1, and fewer than the tokens",
+                0 < self.data.triggers < min(self.data.vocab_size - 1, 1 / TRIGGER_SHARE),
+                f"at least 1, fewer than the tokens, and under {1 / TRIGGER_SHARE:g}, for each follows {TRIGGER_SHARE:.0%} of them",
             ),
             ("optimizer.lr", self.optimizer.lr > 0, "above 0"),
             ("optimizer.warmup", 0 <= self.optimizer.warmup <= 1, "a share of the steps, between 0 and 1"),
@@ -131,6 +134,8 @@ class Recipe:
                 raise RecipeError(
                     f"override {override!r} is not of the form table.key=value, such as optimizer.lr=0.001"
                 )
+            if re.fullmatch(r"[A-Za-z_][\w.-]*", value) and value not in ("true", "false", "inf", "nan"):
+                value = f'"{value}"'  # a bare word is a string, as shells take the quotes away
             values.setdefault(table, {})[key] = _toml(f"value = {value}", f"override {override!r}")["value"]
         return cls.from_dict({"name": path.stem, **values})
 

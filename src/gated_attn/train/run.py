@@ -26,6 +26,7 @@ from gated_attn.train.initialise import Plan, initialise, plan
 from gated_attn.train.recipe import Recipe
 
 RECORD = "run.json"
+LOG = "log.jsonl"
 SAMPLE_TOKENS = 96
 """How many validation tokens the record keeps gates for, so that the report can draw them over the text."""
 
@@ -49,7 +50,8 @@ def train(
         seed: initialisation, data order and dropout; default the recipe's. Parameters that two gates share start alike.
         output: folder for checkpoints, `log.jsonl` and `run.json`.
         match: "ffn" narrows the feed-forward so that parameters match the ungated model's; "none" leaves it.
-        resume: go on from the newest whole checkpoint in the folder; the losses are those of a run never interrupted.
+        resume: go on from the newest whole checkpoint in the folder; the losses are those of a run never interrupted. A run
+            that is complete is not repeated: its record is returned.
         stop_after: stop with a checkpoint after this many steps, as an interruption would, and return None.
 
     Raises:
@@ -61,17 +63,23 @@ def train(
     seed = recipe.training.seed if seed is None else seed
     planned = plan(recipe, gate, match)
     _claim(output, recipe, gate, seed, match, resume)
+    if resume and (output / RECORD).exists():
+        return RunRecord.load(output / RECORD)
     data, held_out = datasets(recipe, seed)
     torch.manual_seed(seed)
     model = initialise(Decoder(planned.config), seed, recipe.model.ffn_dim)
     trainer = trainer_module.GateTrainer(model, recipe, data, held_out, trainer_module.arguments(recipe, output, seed))
-    trainer.add_callback(trainer_module.LineLog(output / "log.jsonl", f"{gate} seed {seed}", quiet))
+    trainer.add_callback(trainer_module.LineLog(output / LOG, f"{gate} seed {seed}", quiet))
     if stop_after is not None and stop_after < recipe.training.steps:
         trainer.add_callback(trainer_module.StopAfter(stop_after))
     checkpoint = trainer_module.newest_checkpoint(output) if resume else None
-    started, first = time.perf_counter(), int(checkpoint.rpartition("-")[2]) if checkpoint else 0
+    first = int(checkpoint.rpartition("-")[2]) if checkpoint else 0
+    if first:
+        _forget_after(output / LOG, first)
+    started = time.perf_counter()
     trainer.train(resume_from_checkpoint=checkpoint)
-    seconds = (time.perf_counter() - started) / max(trainer.state.global_step - first, 1)
+    trained = trainer.state.global_step - first
+    seconds = (time.perf_counter() - started) / trained if trained else None
     if trainer.state.global_step < recipe.training.steps:
         return None
     record = _record(
@@ -87,15 +95,22 @@ def configuration(recipe: Recipe, match: str) -> dict[str, Any]:
     return {**recipe.resolved(), "match": match}
 
 
-def diverged(recipe: Recipe, gate: str, seed: int, match: str, step: int | None) -> RunRecord:
-    """The record of a run that had to stop."""
+def diverged(recipe: Recipe, gate: str, seed: int, match: str, step: int, output: Path) -> RunRecord:
+    """Save and return the record of a run that had to stop at this step; its history is what the folder's log holds."""
     planned = plan(recipe, gate, match)
-    return RunRecord(
+    record = RunRecord(
         name=recipe.name, gate=gate, seed=seed, recipe=configuration(recipe, match), parameters=planned.parameters,
-        added_parameters=planned.added, steps=recipe.training.steps, tokens=_tokens(recipe), loss=None, bits_per_byte=None,
+        added_parameters=planned.added, steps=step, tokens=_tokens(recipe, step), loss=None, bits_per_byte=None,
         seconds_per_step=None, first_token_share=None, gate_mean=None, gate_below=None, max_abs=None, diverged=True,
-        diverged_step=step, environment=environment(),
+        diverged_step=step, history=_history(read_log(output / LOG)), environment=environment(),
     )  # fmt: skip
+    record.save(output / RECORD)
+    return record
+
+
+def slug(gate: str) -> str:
+    """A gate's text as part of a folder's name."""
+    return "".join(c if c.isalnum() or c in ".-" else "-" for c in gate)
 
 
 def environment() -> dict[str, Any]:
@@ -141,27 +156,44 @@ def _record(
     model: Decoder,
     held_out: list[Tensor],
     log: list[dict[str, float]],
-    seconds_per_step: float,
+    seconds_per_step: float | None,
 ) -> RunRecord:
-    top = gate_maximum(gate)
-    measures = measure_decoder(model, held_out, histogram_range=(0.0, top))
+    span = gate_range(gate)
+    measures = measure_decoder(model, held_out, histogram_range=span)
     loss = _trainer().evaluate(model, held_out)
     tokens = held_out[0][0, :SAMPLE_TOKENS]
     return RunRecord(
         name=recipe.name, gate=gate, seed=seed, recipe=configuration(recipe, match), parameters=planned.parameters,
-        added_parameters=planned.added, steps=recipe.training.steps, tokens=_tokens(recipe), loss=loss,
+        added_parameters=planned.added, steps=recipe.training.steps, tokens=_tokens(recipe, recipe.training.steps), loss=loss,
         bits_per_byte=loss / math.log(2) if recipe.data.task == "text" else None, seconds_per_step=seconds_per_step,
         first_token_share=measures.first_token_share, gate_mean=measures.gate_mean, gate_below=measures.gate_below,
-        max_abs=measures.max_abs, history=_history(log), gates=measures.gates, histogram_range=(0.0, top),
+        max_abs=measures.max_abs, history=_history(log), gates=measures.gates, histogram_range=span,
         sample=sample_gates(model, tokens, token_texts(recipe, tokens)), measures=task_measures(recipe, model, held_out),
         environment=environment(),
     )  # fmt: skip
 
 
-def gate_maximum(gate: str) -> float:
-    """The largest value that a gate of this spec takes; unbounded activations count as 2."""
+def read_log(path: Path) -> list[dict[str, Any]]:
+    """The rows of a run's log, or none."""
+    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()] if path.exists() else []
+
+
+def _forget_after(path: Path, step: int) -> None:
+    """Drop what an interrupted run logged after the checkpoint that it goes on from."""
+    write_text(path, "".join(json.dumps(row) + "\n" for row in read_log(path) if row["step"] <= step))
+
+
+def gate_range(gate: str) -> tuple[float, float]:
+    """The values that a histogram of this gate spans; what unbounded activations exceed lands in the last bins."""
     spec = as_spec(gate)
-    return 1.0 if spec is None or spec.activation in ("sigmoid", "nssigmoid", "hardsigmoid", "tanh") else 2.0
+    spans = {
+        "2sigmoid": (0.0, 2.0),
+        "softplus": (0.0, 2.0),
+        "tanh": (-1.0, 1.0),
+        "silu": (-1.0, 2.0),
+        "linear": (-2.0, 2.0),
+    }
+    return (0.0, 1.0) if spec is None else spans.get(spec.activation, (0.0, 1.0))
 
 
 def _history(log: list[dict[str, float]]) -> tuple[HistoryPoint, ...]:
@@ -175,8 +207,8 @@ def _history(log: list[dict[str, float]]) -> tuple[HistoryPoint, ...]:
     return tuple(HistoryPoint(step=step, **point) for step, point in sorted(points.items()) if point)
 
 
-def _tokens(recipe: Recipe) -> int:
-    return recipe.training.steps * recipe.training.batch * recipe.model.context
+def _tokens(recipe: Recipe, steps: int) -> int:
+    return steps * recipe.training.batch * recipe.model.context
 
 
 def _trainer() -> Any:

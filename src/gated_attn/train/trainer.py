@@ -65,15 +65,17 @@ class GateTrainer(Trainer):
         step = self.state.global_step + 1
         if not math.isfinite(loss):
             raise TrainingError(
-                f"step {step}: the loss is {loss}; lower optimizer.lr (it is {self.recipe.optimizer.lr:g}) or lengthen "
-                "the warm-up. Checkpoints up to the last whole one are kept"
+                step,
+                f"the loss is {loss}; lower optimizer.lr (it is {self.recipe.optimizer.lr:g}) or lengthen "
+                "the warm-up. Checkpoints up to the last whole one are kept",
             )
         guessing = math.log(self.model.decoder_config.vocab_size) + 1.0
         self.worse = self.worse + 1 if loss > guessing else 0
         if self.worse >= PATIENCE:
             raise TrainingError(
-                f"step {step}: the loss, {loss:.2f}, was worse than guessing ({guessing - 1:.2f}) by more than 1 nat for "
-                f"{PATIENCE} batches in a row; lower optimizer.lr (it is {self.recipe.optimizer.lr:g})"
+                step,
+                f"the loss, {loss:.2f}, was worse than guessing ({guessing - 1:.2f}) by more than 1 nat for "
+                f"{PATIENCE} batches in a row; lower optimizer.lr (it is {self.recipe.optimizer.lr:g})",
             )
 
     def evaluate(
