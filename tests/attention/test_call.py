@@ -93,6 +93,20 @@ def test_explain_names_the_choice_and_each_refusal() -> None:
     assert caught.value.reasons == {"flex": "FlexAttention has no backward pass on the CPU"}
 
 
+def test_dropout_never_falls_on_the_fill() -> None:
+    arguments = {**qkv(), "gate": Sink(torch.zeros(H)), "fill": torch.ones(H, E), "dropout": 0.5}
+    assert "dropout would fall on the sink's fill" in explain(**arguments, impl="sdpa").reasons["sdpa"]
+    assert explain(**arguments).impl == "reference"
+    hidden = torch.zeros(T, S, dtype=torch.bool)
+    assert torch.equal(gated_attention(**arguments, mask=hidden), torch.ones(B, T, H, E))
+
+
+def test_the_log_sum_exp_is_float32_at_least() -> None:
+    low = {name: t.bfloat16() for name, t in qkv().items()}
+    for impl in ("reference", "flex"):
+        assert gated_attention(**low, impl=impl, return_lse=True)[1].dtype == torch.float32
+
+
 def test_one_more_impl_needs_nothing_but_a_row_in_the_table(monkeypatch: pytest.MonkeyPatch) -> None:
     from types import ModuleType
 

@@ -88,6 +88,13 @@ def test_generation_with_the_cache_is_generation_without(gate: str) -> None:
     assert torch.equal(model.generate(ids, 0), ids)
 
 
+def test_generation_has_no_dropout_and_leaves_the_mode() -> None:
+    model, ids = make(dropout=0.5), tokens(2, 3)
+    want = model.generate(ids, 9)
+    assert torch.equal(model.train().generate(ids, 9), want)
+    assert model.training
+
+
 def test_drawn_generation_follows_its_generator_and_its_temperature() -> None:
     model, ids = make(), tokens(1, 3)
 

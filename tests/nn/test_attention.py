@@ -182,6 +182,8 @@ def test_impossible_calls() -> None:
         make(kv_dim=17)(torch.randn(2, 5, 23))
     with pytest.raises(ShapeError, match="causal=True and window=None have no meaning over a memory"):
         make(causal=True)(torch.randn(2, 5, 23), torch.randn(2, 5, 23))
+    with pytest.raises(ShapeError, match="causal=False and window=3 have no meaning over a memory"):
+        make(window=3)(torch.randn(2, 5, 23), torch.randn(2, 5, 23))
     with pytest.raises(UnsupportedError, match="use source=hidden"):
         make("value:headwise,source=latent", q_latent_dim=7)(torch.randn(2, 5, 23), torch.randn(2, 5, 23))
 

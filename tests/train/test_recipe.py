@@ -20,7 +20,14 @@ def test_the_packages_recipes_load_and_round_trip(name: str) -> None:
 
 def test_overrides_are_read_as_toml() -> None:
     recipe = Recipe.load(
-        "demo", ["optimizer.lr=0.5", "training.steps=7", 'data.task="backcopy"', "optimizer.gate_lr_mult=10"]
+        "demo",
+        [
+            "data.sample=shakespeare",
+            "optimizer.lr=0.5",
+            "training.steps=7",
+            'data.task="backcopy"',
+            "optimizer.gate_lr_mult=10",
+        ],
     )
     assert (recipe.optimizer.lr, recipe.training.steps, recipe.data.task) == (0.5, 7, "backcopy")
     assert recipe.optimizer.gate_lr_mult == 10.0

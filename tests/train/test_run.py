@@ -18,7 +18,7 @@ from gated_attn.records import RunRecord
 from gated_attn.train.data import datasets
 from gated_attn.train.initialise import initialise, plan
 from gated_attn.train.recipe import OptimizerTable, Recipe
-from gated_attn.train.run import train
+from gated_attn.train.run import diverged, gate_range, train
 from gated_attn.train.trainer import GateTrainer, arguments, evaluate, newest_checkpoint, parameter_groups, staging
 
 GATES = ["none", "paper-headwise", "paper", "output:elementwise:sigmoid,rank=3,fill,bias=-1"]
@@ -40,10 +40,36 @@ def test_a_resumed_run_has_the_losses_of_one_never_interrupted(hundred: Recipe, 
     resumed = train(hundred, gate, 3, tmp_path / "parts", resume=True, quiet=True)
     a, b = losses(tmp_path / "whole"), losses(tmp_path / "parts")
     assert len(a) == 100
+    rows = [(tmp_path / name / "log.jsonl").read_text().splitlines() for name in ("whole", "parts")]
+    assert len(rows[0]) == len(rows[1]), "what was logged between the checkpoint and the interruption is logged once"
     assert a == b, "losses differ"
     assert whole is not None
     assert resumed is not None
     assert (whole.loss, whole.gate_mean, whole.max_abs) == (resumed.loss, resumed.gate_mean, resumed.max_abs)
+
+
+def test_a_complete_run_is_not_repeated(tiny: Recipe, tmp_path: Path) -> None:
+    run = train(tiny, "paper", 3, tmp_path, quiet=True)
+    before = (tmp_path / "run.json").read_bytes()
+    assert train(tiny, "paper", 3, tmp_path, resume=True, quiet=True) == run
+    assert (tmp_path / "run.json").read_bytes() == before
+
+
+def test_a_run_that_had_to_stop_keeps_its_history(tiny: Recipe, tmp_path: Path) -> None:
+    wild = replace(tiny, optimizer=replace(tiny.optimizer, lr=30.0), training=replace(tiny.training, steps=60))
+    with pytest.raises(TrainingError) as caught:
+        train(wild, "none", 3, tmp_path, quiet=True)
+    run = diverged(wild, "none", 3, "none", caught.value.step, tmp_path)
+    assert run.steps == run.diverged_step == caught.value.step
+    assert [point.step for point in run.history][:3] == [1, 2, 3]
+    assert RunRecord.load(tmp_path / "run.json") == run
+
+
+@pytest.mark.parametrize(
+    ("gate", "span"), [("none", (0, 1)), ("paper", (0, 1)), ("identity", (0, 2)), ("output:headwise:tanh", (-1, 1))]
+)
+def test_histograms_span_what_a_gate_can_be(gate: str, span: tuple[float, float]) -> None:
+    assert gate_range(gate) == span
 
 
 def test_the_record_says_what_was_measured(tiny: Recipe, tmp_path: Path) -> None:
