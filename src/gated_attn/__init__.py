@@ -1,4 +1,4 @@
-"""Gated attention for PyTorch: add the gate to any transformer, train it, prove what it does, run it fast."""
+"""Gated attention for PyTorch: add the gate to a transformer, train it, prove what it does."""
 
 from __future__ import annotations
 

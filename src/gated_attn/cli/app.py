@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 app = typer.Typer(
-    help="Gated attention for PyTorch: add the gate, train it, prove what it does, run it fast.",
+    help="Gated attention for PyTorch: add the gate to a transformer, train it, prove what it does.",
     no_args_is_help=True,
     add_completion=False,
     rich_markup_mode=None,
