@@ -227,6 +227,8 @@ def test_the_product_is_rounded_once(dtype: torch.dtype) -> None:
 def test_a_wrong_width_says_both(spec: str) -> None:
     with pytest.raises(ShapeError, match=rf"reads {D} channels of hidden, and got shape \(2, 7, 24\)"):
         make(spec)(torch.randn(B, T, D + 1))
+    with pytest.raises(ShapeError, match="reads 10 channels of query_key"):
+        make("weights:pairwise")(torch.randn(B, T, H, E), torch.randn(B, T, K, E + 1))
     with pytest.raises(ShapeError, match="reads 12 channels"):
         make("output:headwise,in=12")(torch.randn(B, T, 11))
 

@@ -175,6 +175,7 @@ def test_canonical_text(text: str, canonical: str) -> None:
         ("output:headwise,init=open,bias=none", "'bias=none'", "needs a bias"),
         ("output:headwise,op=add,fill", "'fill'", "op=mul"),
         ("output:headwise,op=add,top_k=2", "'top_k=2'", "op=mul"),
+        ("weights:headwise,op=add", "'op=add'", "use output:headwise,op=add"),
         ("sink,top_k=2", "'top_k=2'", "known only after attention"),
     ],
 )  # fmt: skip
@@ -203,6 +204,14 @@ def test_no_text_raises_anything_but_a_spec_error(text: str) -> None:
     except SpecError:
         return
     assert GateSpec.parse(str(spec)) == spec
+
+
+@pytest.mark.parametrize(
+    "fields", [{"fill": 1}, {"layers": 3}, {"layers": "0-3"}, {"layers": ()}, {"bias": True}, {"rank": 2.0}]
+)
+def test_fields_of_a_wrong_type_are_named(fields: dict[str, Any]) -> None:
+    with pytest.raises(SpecError, match=next(iter(fields))):
+        GateSpec("output", "headwise", **fields)
 
 
 def test_a_spec_is_frozen_and_none_is_no_gate() -> None:

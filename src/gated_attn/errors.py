@@ -34,14 +34,21 @@ class TrainingError(GatedAttnError, RuntimeError):
 
     def __init__(self, step: int, message: str) -> None:
         super().__init__(f"step {step}: {message}")
-        self.step = step
+        self.step, self.message = step, message
+
+    def __reduce__(self) -> tuple[type[TrainingError], tuple[int, str]]:
+        return type(self), (self.step, self.message)
 
 
 class MissingExtraError(GatedAttnError, ImportError):
     """An optional dependency that is needed here and not installed."""
 
     def __init__(self, package: str, extra: str, purpose: str) -> None:
+        self.parts = (package, extra, purpose)
         super().__init__(f"{purpose} needs {package}, which is not installed: pip install 'gated-attn[{extra}]'")
+
+    def __reduce__(self) -> tuple[type[MissingExtraError], tuple[str, str, str]]:
+        return type(self), self.parts
 
 
 class UnsupportedError(GatedAttnError, NotImplementedError):

@@ -108,13 +108,16 @@ class Gate(nn.Module):
         if self.spec.source == "constant":
             assert self.bias is not None
             return self.bias.view(1, 1, H, G).to(x.dtype)
+        self._check_width(x)
+        x = x[..., : self.n_in]
+        logits = self.proj(x if self.down is None else self.down(x))
+        return logits if self.spec.source == "query" else logits.unflatten(-1, (H, G))
+
+    def _check_width(self, x: Tensor) -> None:
         if x.shape[-1] < self.n_in or (self.spec.in_features is None and x.shape[-1] != self.n_in):
             raise ShapeError(
                 f"gate {self.spec} reads {self.n_in} channels of {self.spec.source}, and got shape {tuple(x.shape)}"
             )
-        x = x[..., : self.n_in]
-        logits = self.proj(x if self.down is None else self.down(x))
-        return logits if self.spec.source == "query" else logits.unflatten(-1, (H, G))
 
     def forward(self, x: Tensor, key_BSKE: Tensor | None = None) -> Tensor | Sink | PairLogits:
         spec = self.spec
@@ -125,6 +128,8 @@ class Gate(nn.Module):
             if key_BSKE is None:
                 raise ShapeError(f"gate {spec} is computed from queries and keys: call gate(q_BTHE, k_BSKE)")
             n = self.n_in
+            for source in (x, key_BSKE):
+                self._check_width(source)
             return PairLogits(self.query_proj(x[..., :n]), self.key_proj(key_BSKE[..., :n]), self.bias, spec.activation)
         gate_BTHG = activate(self.logits(x), spec.activation)
         return gate_BTHG if spec.top_k is None else keep_largest(gate_BTHG, spec.top_k, self._top_axis)

@@ -123,7 +123,12 @@ class GateSpec:
                 put(name, _finite(name, getattr(self, name)) + 0.0)  # + 0.0 turns -0.0 into 0.0
         if self.std is not None and self.std == (0.0 if self.init else DEFAULT_STD):
             put("std", None)
+        for name in ("fill", "sink_key"):
+            if not isinstance(getattr(self, name), bool):
+                raise SpecError(f"'{name}={getattr(self, name)!r}': must be True or False")
         if self.layers is not None:
+            if isinstance(self.layers, (int, str)):
+                raise SpecError(f"'layers={self.layers!r}': pass a tuple of layers, such as ({self.layers},)")
             put("layers", tuple(sorted(set(self.layers))))
         _check(self)
 
@@ -296,7 +301,7 @@ def _exclusions(s: GateSpec) -> list[tuple[bool, str, str]]:
         (vectorless and s.rank is not None, f"rank={s.rank}", f"source={s.source} has no weight to factor"),
         (constant and s.std is not None, f"std={s.std}", "source=constant has no weights; set bias or init"),
         (lse and s.std is not None and not s.sink_key, f"std={s.std}", "source=lse has weights only with sink_key"),
-        (s.op == "add" and pairwise, "op=add", "a pairwise gate multiplies the weights"),
+        (s.op == "add" and s.position == "weights", "op=add", "a gate on the softmax weights multiplies them; use output:headwise,op=add"),
         (s.op == "add" and lse, "op=add", "the sink as a gate multiplies"),
         (s.op == "add" and s.fill, "fill", "a fill is what a multiplied output falls back to; use op=mul"),
         (s.op == "add" and s.top_k is not None, f"top_k={s.top_k}", "an added gate of 0 does not shut anything; use op=mul"),

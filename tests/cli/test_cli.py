@@ -151,7 +151,7 @@ def test_compare_prints_a_table_and_writes_the_report(recipe: Path, tmp_path: Pa
     [
         (("train", "shakespear"), ["unknown recipe 'shakespear'", "backcopy, demo, shakespeare"]),
         (("train", "RECIPE", "--gate", "papr"), ["'papr'", "presets: paper"]),
-        (("train", "RECIPE", "--set", "optimizer.rate=1"), ["unknown key optimizer.'rate'", "lr"]),
+        (("train", "RECIPE", "--set", "optimizer.rate=1"), ["unknown key 'optimizer.rate'", "lr"]),
         (("train", "RECIPE", "--set", "lr"), ["table.key=value"]),
         (("train", "RECIPE", "--resume"), ["nothing to resume"]),
         (("compare", "RECIPE", "--gates", "paper,paper"), ["different gates"]),

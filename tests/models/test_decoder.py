@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from transformers import Trainer, TrainingArguments
 
-from gated_attn.errors import ShapeError
+from gated_attn.errors import ShapeError, SpecError
 from gated_attn.models import Decoder, DecoderConfig
 from gated_attn.models.decoder import token_loss
 
@@ -183,6 +183,13 @@ def test_only_the_layers_named_get_a_gate() -> None:
 def test_wrong_tokens(ids: torch.Tensor, labels: torch.Tensor | None, message: str) -> None:
     with pytest.raises(ShapeError, match=message):
         make()(ids, labels=labels)
+
+
+def test_what_would_be_silently_wrong_is_refused() -> None:
+    with pytest.raises(ShapeError, match=r"attention_mask is torch.float32 .* pass bool or int"):
+        make()(tokens(), attention_mask=torch.zeros(2, 11))
+    with pytest.raises(SpecError, match=r"'layers=2' in .*this model has layers 0 to 1"):
+        make("paper,layers=2")
 
 
 @pytest.mark.parametrize("gate", ["paper", "sink,fill", "weights:pairwise"])

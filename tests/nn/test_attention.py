@@ -184,6 +184,16 @@ def test_impossible_calls() -> None:
         make(causal=True)(torch.randn(2, 5, 23), torch.randn(2, 5, 23))
     with pytest.raises(ShapeError, match="causal=False and window=3 have no meaning over a memory"):
         make(window=3)(torch.randn(2, 5, 23), torch.randn(2, 5, 23))
+    x = torch.randn(2, 5, 23)
+    for positions in (torch.arange(5), torch.zeros(2, 1, dtype=torch.long), torch.zeros(3, 5, dtype=torch.long)):
+        with pytest.raises(
+            ShapeError, match=r"positions of shape .* for x of shape \(2, 5, 23\); pass one per new token, \(2, 5\) or"
+        ):
+            make(rope=Rope(WIDTH))(x, positions=positions)
+    with pytest.raises(ShapeError, match=r"doc_ids of shape \(2, 4\) for 0 cached and 5 new tokens"):
+        make()(x, doc_ids=torch.zeros(2, 4, dtype=torch.long))
+    with pytest.raises(ShapeError, match="over a memory pass a mask"):
+        make()(x, x, positions=torch.arange(5)[None])
     with pytest.raises(UnsupportedError, match="use source=hidden"):
         make("value:headwise,source=latent", q_latent_dim=7)(torch.randn(2, 5, 23), torch.randn(2, 5, 23))
 

@@ -14,7 +14,7 @@ from gated_attn.report.html import render_html
 from gated_attn.train import compare as module
 from gated_attn.train.compare import compare, pair, step_times
 from gated_attn.train.recipe import Recipe
-from gated_attn.train.run import train
+from gated_attn.train.run import slug, train
 
 GATES = ["none", "paper-headwise"]
 
@@ -89,9 +89,19 @@ def test_what_counts_as_diverged(tiny: Recipe, tmp_path: Path) -> None:
     assert not module.has_diverged(run, 19)
     assert module.has_diverged(replace(run, loss=math.log(19)), 19)
     assert module.has_diverged(
-        replace(run, history=(*run.history, HistoryPoint(step=21, train_loss=run.loss - 0.6))), 19
+        replace(run, history=(*run.history, HistoryPoint(step=21, train_loss=run.loss + 1.5))), 19
     )
     assert module.has_diverged(replace(run, loss=None, diverged=True), 19)
+
+
+def test_impossible_rates_are_refused_before_anything_is_trained(tiny: Recipe, tmp_path: Path) -> None:
+    with pytest.raises(RecipeError, match="each must be above 0"):
+        compare(tiny, GATES, 1, tmp_path, lr_sweep=[1.0, -2.0], quiet=True)
+    assert not list(tmp_path.iterdir())
+
+
+def test_specs_that_differ_in_punctuation_get_folders_of_their_own() -> None:
+    assert len({slug(gate) for gate in ("paper,layers=0,3", "paper,layers=0-3", "paper,layers=0", "paper")}) == 4
 
 
 def test_the_same_gate_twice_is_refused(tiny: Recipe, tmp_path: Path) -> None:

@@ -36,7 +36,7 @@ def test_overrides_are_read_as_toml() -> None:
 @pytest.mark.parametrize(
     ("override", "words"),
     [
-        ("training.stepz=3", ["training.'stepz'", "steps", "batch"]),
+        ("training.stepz=3", ["'training.stepz'", "steps", "batch"]),
         ("modle.dim=3", ["'modle'", "model"]),
         ("training.steps=1.5", ["training.steps=1.5", "int"]),
         ("training.steps=0", ["training.steps=0", "at least 1"]),

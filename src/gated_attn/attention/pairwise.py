@@ -1,7 +1,8 @@
 """The pairwise gate without a T x S tensor: two log-sum-exps, one block of queries at a time.
 
 sum_s softmax(a)_ts g_ts v_s = softmax(a + log g) v * exp(lse(a + log g) - lse(a)) for scores a and gate g >= 0. Each block is
-recomputed in the backward pass, so what is kept between the passes is the inputs alone.
+recomputed in the backward pass, so what is kept between the passes is the inputs, and one byte per pair where a causal, window or
+document mask is needed (shared by all heads).
 
 Shapes: B batch, T queries, S keys, H heads, E head width, R pairwise rank.
 """

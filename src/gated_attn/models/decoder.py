@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from gated_attn.attention.activations import widen
-from gated_attn.errors import ShapeError
+from gated_attn.errors import ShapeError, SpecError
 from gated_attn.nn.block import GatedTransformerBlock
 from gated_attn.nn.cache import KVCache
 from gated_attn.nn.rope import Rope
@@ -72,6 +72,10 @@ class Decoder(nn.Module):
         # Not `config`: Trainer takes an attribute of that name for a transformers configuration and writes to it.
         self.decoder_config = config
         spec = as_spec(config.gate)
+        if spec is not None and spec.layers is not None and max(spec.layers) >= config.layers:
+            raise SpecError(
+                f"'layers={max(spec.layers)}' in {str(spec)!r}: this model has layers 0 to {config.layers - 1}"
+            )
         rope = Rope(config.head_dim or config.dim // config.heads, theta=config.rope_theta)
         self.embed = nn.Embedding(config.vocab_size, config.dim)
         self.layers = nn.ModuleList(
@@ -115,7 +119,7 @@ class Decoder(nn.Module):
         num_items_in_batch: Tensor | int | None = None,
         cache: tuple[KVCache, ...] | None = None,
     ) -> DecoderOutput:
-        self._check(input_ids, labels)
+        self._check(input_ids, labels, attention_mask)
         mask = None if attention_mask is None else attention_mask.bool()[:, None, None, :]
         if position_ids is None and attention_mask is not None and doc_ids is None:
             position_ids = (attention_mask.long().cumsum(1) - 1).clamp(min=0)[:, -input_ids.shape[1] :]
@@ -170,10 +174,15 @@ class Decoder(nn.Module):
             self.train(was_training)
         return input_ids
 
-    def _check(self, input_ids: Tensor, labels: Tensor | None) -> None:
+    def _check(self, input_ids: Tensor, labels: Tensor | None, attention_mask: Tensor | None) -> None:
         if input_ids.dim() != 2 or input_ids.dtype not in (torch.int32, torch.int64):
             raise ShapeError(
                 f"input_ids is {input_ids.dtype} of shape {tuple(input_ids.shape)}; pass token numbers (batch, tokens)"
+            )
+        if attention_mask is not None and (attention_mask.is_floating_point() or attention_mask.dim() != 2):
+            raise ShapeError(
+                f"attention_mask is {attention_mask.dtype} of shape {tuple(attention_mask.shape)}; pass bool or int, True or 1 at "
+                "real tokens, of shape (batch, cached and new tokens)"
             )
         if labels is not None and labels.shape != input_ids.shape:
             raise ShapeError(

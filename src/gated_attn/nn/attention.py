@@ -130,10 +130,15 @@ class GatedAttention(nn.Module):
         positions: Tensor | None = None,
         cache: KVCache | None = None,
     ) -> Any:
-        self._check(x_BTD, memory_BSD)
+        self._check(x_BTD, memory_BSD, positions, doc_ids)
         offset = cache.length if cache is not None and memory_BSD is None else 0
         reused = cache if cache is not None and memory_BSD is not None and cache.length else None
-        if positions is None and doc_ids is not None and memory_BSD is None:
+        if doc_ids is not None and (doc_ids.dim() != 2 or doc_ids.shape[1] != offset + x_BTD.shape[1]):
+            raise ShapeError(
+                f"doc_ids of shape {tuple(doc_ids.shape)} for {offset} cached and {x_BTD.shape[1]} new tokens; pass one document "
+                f"number per token, (batch, {offset + x_BTD.shape[1]})"
+            )
+        if positions is None and doc_ids is not None:
             positions = positions_in_documents(doc_ids)[:, doc_ids.shape[1] - x_BTD.shape[1] :]
         q_BTHE, k_BSKE, v_BSKE, latent = self.project(
             x_BTD, memory_BSD, positions=positions, offset=offset, reused=reused
@@ -222,7 +227,7 @@ class GatedAttention(nn.Module):
         gate = self.attn_gate
         return gate.fill_HE if gate is not None and gate.spec.position in ("output", "weights") else None
 
-    def _check(self, x: Tensor, memory: Tensor | None) -> None:
+    def _check(self, x: Tensor, memory: Tensor | None, positions: Tensor | None, doc_ids: Tensor | None) -> None:
         for name, tensor, width in (("x", x, self.dim), ("memory", memory, self.k_proj.in_features)):
             if tensor is not None and (tensor.dim() != 3 or tensor.shape[-1] != width):
                 raise ShapeError(
@@ -232,6 +237,15 @@ class GatedAttention(nn.Module):
             raise ShapeError(
                 f"causal={self.causal} and window={self.window} have no meaning over a memory; build "
                 "GatedAttention(..., causal=False, window=None) for cross attention"
+            )
+        if memory is not None and (positions is not None or doc_ids is not None):
+            raise ShapeError("positions and doc_ids are for self attention; over a memory pass a mask, (B, 1, T, S)")
+        if positions is not None and (
+            positions.dim() != 2 or positions.shape[0] not in (1, x.shape[0]) or positions.shape[1] != x.shape[1]
+        ):
+            raise ShapeError(
+                f"positions of shape {tuple(positions.shape)} for x of shape {tuple(x.shape)}; pass one per new token, "
+                f"{tuple(x.shape[:2])} or (1, {x.shape[1]})"
             )
         if memory is None and self.k_proj.in_features != self.dim:
             raise ShapeError(

@@ -34,8 +34,8 @@ class SwiGLU(nn.Module):
 class GatedTransformerBlock(nn.Module):
     """x + attention(norm(x)), then x + SwiGLU(norm(x)); RMSNorm, self attention.
 
-    Args are those of `GatedAttention`, and `ffn_dim`, the feed-forward width (default 4 * dim). `dropout` falls on the softmax
-    weights and on both branches.
+    Args are those of `GatedAttention` for self attention, causal unless told otherwise, and `ffn_dim`, the feed-forward width
+    (default 4 * dim). `dropout` falls on the softmax weights and on both branches.
 
     forward(x_BTD, *, mask, doc_ids, positions, cache) -> x_BTD, or (x_BTD, cache) when a `KVCache` is passed.
 
@@ -57,6 +57,8 @@ class GatedTransformerBlock(nn.Module):
         rope: Rope | None = None,
         causal: bool = True,
         window: int | None = None,
+        bias: bool = False,
+        q_latent_dim: int | None = None,
         dropout: float = 0.0,
         norm_eps: float = 1e-6,
         impl: str = "auto",
@@ -66,8 +68,8 @@ class GatedTransformerBlock(nn.Module):
         super().__init__()
         self.attn_norm = nn.RMSNorm(dim, eps=norm_eps, device=device, dtype=dtype)
         self.attn = GatedAttention(
-            dim, heads, kv_heads=kv_heads, head_dim=head_dim, gate=gate, qk_norm=qk_norm, norm_eps=norm_eps, rope=rope,
-            dropout=dropout, causal=causal, window=window, impl=impl, device=device, dtype=dtype,
+            dim, heads, kv_heads=kv_heads, head_dim=head_dim, gate=gate, qk_norm=qk_norm, norm_eps=norm_eps, rope=rope, bias=bias,
+            dropout=dropout, causal=causal, window=window, q_latent_dim=q_latent_dim, impl=impl, device=device, dtype=dtype,
         )  # fmt: skip
         self.ffn_norm = nn.RMSNorm(dim, eps=norm_eps, device=device, dtype=dtype)
         self.ffn = SwiGLU(dim, ffn_dim or 4 * dim, device=device, dtype=dtype)

@@ -57,7 +57,7 @@ def compare(
         recipe: what to train; its seed is the first of `seeds` consecutive ones.
         gates: specs, presets or "none"; the first is the baseline.
         output: folder of the records. Runs that are complete in it are not repeated, interrupted ones go on.
-        match: "ffn" narrows the feed-forward so that every variant has the baseline's parameters within 0.5 %.
+        match: "ffn" narrows the feed-forward so that every variant has the ungated model's parameters within 0.5 %.
         lr_sweep: learning-rate multipliers; each gate's largest whose quarter-length run has not diverged is recorded.
         jobs: runs at a time, one thread each where there are as many as cores; 0 means one per core.
 
@@ -67,6 +67,8 @@ def compare(
     specs = {str(as_spec(gate)) for gate in gates}
     if len(specs) != len(gates) or seeds < 1:
         raise RecipeError(f"compare needs different gates and at least one seed, got {', '.join(gates)} and {seeds}")
+    if any(not (math.isfinite(multiplier) and multiplier > 0) for multiplier in lr_sweep):
+        raise RecipeError(f"learning-rate multipliers {', '.join(map(str, lr_sweep))}: each must be above 0")
     for gate in gates:
         planned = plan(recipe, gate, match)
         if not quiet:
@@ -232,8 +234,8 @@ def _largest_stable_lr(
 
 
 def has_diverged(run: RunRecord, vocabulary: int) -> bool:
-    """Whether a run diverged: it had to stop, or ended no better than guessing, or 0.5 nats above a loss it had reached."""
+    """Whether a run diverged: it had to stop, or ended no better than guessing, or its training loss 0.5 nats above its lowest."""
     if run.diverged or run.loss is None or run.loss > math.log(vocabulary) - 0.01:
         return True
-    reached = min((point.train_loss for point in run.history if point.train_loss is not None), default=run.loss)
-    return run.loss > reached + 0.5
+    losses = [point.train_loss for point in run.history if point.train_loss is not None]
+    return bool(losses) and losses[-1] > min(losses) + 0.5

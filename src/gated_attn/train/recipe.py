@@ -107,6 +107,18 @@ class Recipe:
             ),
             ("optimizer.lr", self.optimizer.lr > 0, "above 0"),
             ("optimizer.warmup", 0 <= self.optimizer.warmup <= 1, "a share of the steps, between 0 and 1"),
+            *((f"model.{name}", getattr(self.model, name) >= 1, "at least 1") for name in _SIZES),
+            *(
+                (f"model.{name}", (getattr(self.model, name) or 1) >= 1, "at least 1")
+                for name in ("kv_heads", "head_dim")
+            ),
+            *(
+                (f"optimizer.{name}", 0 <= getattr(self.optimizer, name) < 1, "in [0, 1)")
+                for name in ("beta1", "beta2")
+            ),
+            ("optimizer.clip", self.optimizer.clip > 0, "above 0"),
+            ("optimizer.weight_decay", self.optimizer.weight_decay >= 0, "0 or more"),
+            ("optimizer.gate_lr_mult", self.optimizer.gate_lr_mult >= 0, "0 or more"),
             ("model.context", self.model.context >= 2, "at least 2 tokens"),
             ("model.dropout", 0 <= self.model.dropout < 1, "a probability below 1"),
             *((f"training.{name}", getattr(self.training, name) >= 1, "at least 1") for name in _POSITIVE),
@@ -149,6 +161,7 @@ class Recipe:
         return asdict(self)
 
 
+_SIZES = ("layers", "heads", "dim", "ffn_dim")
 _POSITIVE = ("steps", "batch", "accumulation", "log_every", "eval_every", "eval_batches")
 
 
@@ -199,7 +212,7 @@ def _read(cls: Any, values: Any, where: str) -> Any:
     hints = typing.get_type_hints(cls)
     unknown = sorted(set(values) - set(hints))
     if unknown:
-        raise RecipeError(f"unknown key {where}{unknown[0]!r}; legal: {', '.join(hints)}")
+        raise RecipeError(f"unknown key {where + unknown[0]!r}; legal: {', '.join(hints)}")
     if "name" in hints and "name" not in values:
         raise RecipeError("a recipe needs a name")
     return cls(**{key: _value(hints[key], value, f"{where}{key}") for key, value in values.items()})

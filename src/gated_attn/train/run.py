@@ -74,8 +74,7 @@ def train(
         trainer.add_callback(trainer_module.StopAfter(stop_after))
     checkpoint = trainer_module.newest_checkpoint(output) if resume else None
     first = int(checkpoint.rpartition("-")[2]) if checkpoint else 0
-    if first:
-        _forget_after(output / LOG, first)
+    _forget_after(output / LOG, first)
     started = time.perf_counter()
     trainer.train(resume_from_checkpoint=checkpoint)
     trained = trainer.state.global_step - first
@@ -110,7 +109,7 @@ def diverged(recipe: Recipe, gate: str, seed: int, match: str, step: int, output
 
 def slug(gate: str) -> str:
     """A gate's text as part of a folder's name."""
-    return "".join(c if c.isalnum() or c in ".-" else "-" for c in gate)
+    return "".join(c if c.isalnum() or c in ".-,=" else "-" for c in gate)
 
 
 def environment() -> dict[str, Any]:

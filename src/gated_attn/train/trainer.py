@@ -143,7 +143,7 @@ def arguments(recipe: Recipe, output: Path, seed: int) -> TrainingArguments:
             f"training.batch={table.batch} does not divide into accumulation={table.accumulation} parts on {processes} "
             f"processes; use a multiple of {table.accumulation * processes}"
         )
-    return TrainingArguments(
+    args = TrainingArguments(
         output_dir=str(output),
         max_steps=table.steps,
         per_device_train_batch_size=table.batch // (table.accumulation * processes),
@@ -166,6 +166,9 @@ def arguments(recipe: Recipe, output: Path, seed: int) -> TrainingArguments:
         remove_unused_columns=False,
         dataloader_pin_memory=torch.cuda.is_available(),
     )
+    if args.n_gpu > 1:
+        args._n_gpu = 1  # one process, one GPU: DataParallel would multiply the batch; torchrun shares it
+    return args
 
 
 def parameter_groups(model: nn.Module, table: OptimizerTable) -> list[dict[str, Any]]:
