@@ -51,6 +51,15 @@ def test_a_float_mask_hides_at_the_dtypes_end_and_adds_elsewhere(dtype: torch.dt
     assert masking.bias.tolist() == [[0.5, 0.0, -1000.0]]
 
 
+@pytest.mark.parametrize("mask_dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_minus_1e9_hides_too_and_whatever_the_scores_cannot_hold(mask_dtype: torch.dtype, dtype: torch.dtype) -> None:
+    mask = torch.tensor([[0.0, -1e9, -1e5, -1e4]], dtype=mask_dtype)
+    masking = normalise(mask, causal=False, window=None, doc_ids=None, shape_BHTS=(1, 1, 1, 4), device=CPU, dtype=dtype)
+    assert masking.keep is not None
+    assert masking.keep.tolist() == [[True, False, dtype != torch.float16, True]]
+
+
 def test_nothing_to_hide_is_no_mask() -> None:
     masking = normalise(None, causal=False, window=None, doc_ids=None, shape_BHTS=(2, 3, 4, 5), device=CPU)
     assert masking.visible(CPU) is None

@@ -236,18 +236,15 @@ def test_low_precision_is_as_good_as_plain_low_precision(gate: str, std: float, 
 
 @pytest.mark.parametrize("impl", IMPLS)
 @pytest.mark.parametrize("gate", [*GATES])
-@pytest.mark.parametrize("form", ["bool", "-inf", "finfo.min"])
+@pytest.mark.parametrize("form", ["bool", "-inf", "finfo.min", "-1e9"])
 def test_fully_masked_rows_are_zero_with_finite_gradients(impl: str, gate: str, form: str) -> None:
     T, S = 5, 7
     q, k, v = randn(B, T, H, E), randn(B, S, K, E), randn(B, S, K, E)
     keep = torch.rand(B, 1, T, S) > 0.4
     keep[0, :, 2], keep[1, :, :, 3] = False, False
     keep[1, :, :, 0] = True
-    mask = (
-        keep
-        if form == "bool"
-        else as_float(keep, -math.inf if form == "-inf" else torch.finfo(torch.float64).min, torch.float64)
-    )
+    value = {"-inf": -math.inf, "finfo.min": torch.finfo(torch.float64).min, "-1e9": -1e9}
+    mask = keep if form == "bool" else as_float(keep, value[form], torch.float64)
     g = GATES[gate](T, S, torch.float64)
     out, *gradients = run(impl, q, k, v, g, None, {"mask": mask})
     assert torch.equal(out[0, 2], torch.zeros(H, E, dtype=torch.float64))

@@ -597,6 +597,32 @@ def test_a_latent_gate_has_nothing_to_read() -> None:
         GatedMultiheadAttention(D, H, gate="output:headwise,source=latent")
 
 
+def test_a_gated_module_is_not_gated_again() -> None:
+    with pytest.raises(SpecError, match="swapped already, gate=output:elementwise:sigmoid; swap stock modules once"):
+        GatedMultiheadAttention.from_torch(GatedMultiheadAttention(D, H), "paper-headwise")
+
+
+def test_jagged_tensors_keep_their_offsets() -> None:
+    module = awake(GatedMultiheadAttention(D, H, batch_first=True))
+    rows = [torch.randn(n, D) for n in (3, 5)]
+    x = torch.nested.nested_tensor(rows, layout=torch.jagged)
+    out = x + module(x, x, x, need_weights=False)[0]
+    for row, got in zip(rows, out.unbind(), strict=True):
+        torch.testing.assert_close(got, row + module(row, row, row)[0])
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("hidden", [-1e9, -1e30, -math.inf])
+def test_a_float32_mask_hides_whole_samples_in_every_dtype(dtype: torch.dtype, hidden: float) -> None:
+    module = awake(GatedMultiheadAttention(D, H, batch_first=True)).to(dtype)
+    x, padding = torch.randn(2, 5, D, dtype=dtype), torch.tensor([[0.0] * 5, [hidden] * 5])
+    out, weights = module(x, x, x, key_padding_mask=padding)
+    assert torch.equal(out[1], module.out_proj.bias.expand(5, D))
+    assert torch.equal(weights[1], torch.zeros(5, 5, dtype=dtype))
+    out.sum().backward()
+    assert all(p.grad is None or p.grad.isfinite().all() for p in module.parameters())
+
+
 def test_nested_tensors_take_no_masks() -> None:
     module = GatedMultiheadAttention(D, H, batch_first=True)
     with prototype_warnings_off():

@@ -86,7 +86,13 @@ def make_call(
             f"dropout={dropout}: pass a probability in [0, 1), and 0 in evaluation (nothing switches it off here)"
         )
     masking = normalise(
-        mask, causal=causal, window=window, doc_ids=doc_ids, shape_BHTS=(B, H, T, S), device=q_BTHE.device
+        mask,
+        causal=causal,
+        window=window,
+        doc_ids=doc_ids,
+        shape_BHTS=(B, H, T, S),
+        device=q_BTHE.device,
+        dtype=q_BTHE.dtype,
     )
     out_shape = (B, T, H, v_BSKE.shape[3])
     _check_gate(gate, q_BTHE, k_BSKE, out_shape)

@@ -57,7 +57,7 @@ class Masking:
         assert self.doc_ids_BS is not None
         extra = self.queries - self.keys
         if isinstance(extra, int) and extra > 0:
-            none = self.doc_ids_BS.new_full((self.doc_ids_BS.shape[0], extra), -1)
+            none = self.doc_ids_BS.new_full((self.doc_ids_BS.shape[0], extra), torch.iinfo(self.doc_ids_BS.dtype).min)
             return torch.cat([none, self.doc_ids_BS], dim=1)
         return self.doc_ids_BS[:, self.keys - self.queries :]
 
@@ -70,11 +70,12 @@ def normalise(
     doc_ids: Tensor | None,
     shape_BHTS: tuple[int, int, int, int],
     device: torch.device,
+    dtype: torch.dtype = torch.float64,
 ) -> Masking:
     """Check mask, window and doc_ids against (B, H, T, S) and turn them into a `Masking`.
 
-    A bool mask is True where a query attends (SDPA's polarity). A float mask is added to the scores; entries at -inf, or
-    within a factor 2 of the dtype's most negative number (the `finfo.min` idiom), hide the key altogether.
+    A bool mask is True where a query attends (SDPA's polarity). A float mask is added to the scores, in their dtype; entries
+    that `hides` hide the key altogether.
     """
     B, H, T, S = shape_BHTS
     if window is not None and (isinstance(window, bool) or not isinstance(window, int) or window < 1):
@@ -97,9 +98,19 @@ def normalise(
         if mask.dtype == torch.bool:
             keep = mask
         else:
-            keep = mask > torch.finfo(mask.dtype).min / 2
+            keep = ~hides(mask, dtype)
             bias = mask.masked_fill(~keep, 0.0)
     return Masking(T, S, causal, window, doc_ids, keep, bias)
+
+
+def hides(mask: Tensor, dtype: torch.dtype = torch.float64) -> Tensor:
+    """Bool, True where a float mask means that a key is hidden, for scores of this dtype.
+
+    That is at -inf, at -1e9 or below (no score survives next to it in float32), and within a factor 2 of the most negative
+    number of the mask's dtype (the `finfo.min` idiom) or of the scores' dtype (where it would become -inf).
+    """
+    lowest = max(-1e9, torch.finfo(mask.dtype).min / 2, torch.finfo(dtype).min / 2)
+    return mask <= lowest
 
 
 def _check_mask(mask: Tensor, shape_BHTS: tuple[int, int, int, int], device: torch.device) -> None:

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from gated_attn.attention import apply_gate, gated_attention
 from gated_attn.attention.call import GateInput, make_call
+from gated_attn.attention.masks import hides
 from gated_attn.attention.reference import softmax_weights
 from gated_attn.errors import ShapeError, SpecError
 from gated_attn.gate import Gate
@@ -41,6 +42,7 @@ class GatedMultiheadAttention(nn.Module):
             replaces it. As torch's, it is aligned to the first key: query t sees keys 0 to t, and the appended ones.
         The weights returned are the softmax weights before dropout and before the gate on them: their rows sum to 1.
         `out_proj` is called as a module, so its hooks, LoRA and quantisation act.
+        Second derivatives need `impl="reference"`: PyTorch's fused attention has none.
 
     Errors: SpecError for a gate that this module cannot have, ShapeError for sizes or masks that do not fit, with both shapes.
 
@@ -123,6 +125,9 @@ class GatedMultiheadAttention(nn.Module):
             >>> layer = nn.TransformerEncoderLayer(16, 4, batch_first=True)
             >>> layer.self_attn = GatedMultiheadAttention.from_torch(layer.self_attn, gate="identity")
         """
+        if isinstance(attention, cls):
+            gate = None if attention.attn_gate is None else str(attention.attn_gate.spec)
+            raise SpecError(f"this attention has been swapped already, gate={gate}; swap stock modules once")
         like = attention.out_proj.weight
         module = cls(
             attention.embed_dim, attention.num_heads, attention.dropout, attention.in_proj_bias is not None,
@@ -227,6 +232,8 @@ class GatedMultiheadAttention(nn.Module):
             q_BTD, k_BSD, v_BSD, hidden_BS, need_weights, None, average_attn_weights, is_causal
         )
         rows = [out_TD[: sample.shape[0]] for out_TD, sample in zip(out_BTD, query.unbind(), strict=True)]
+        if query.layout == torch.jagged:  # with the query's own offsets, so that a residual can be added
+            return torch.nested.nested_tensor_from_jagged(torch.cat(rows), offsets=query.offsets()), weights  # type: ignore[attr-defined]
         return torch.nested.as_nested_tensor(rows, layout=query.layout), weights
 
     def _to_batch_first(self, query: Tensor, key: Tensor, value: Tensor, single: bool) -> tuple[Tensor, Tensor, Tensor]:
@@ -376,12 +383,11 @@ def _shapes(query: Tensor, key: Tensor, value: Tensor) -> str:
 def _attend_polarity(mask: Tensor) -> Tensor:
     """torch.nn.MultiheadAttention's bool masks are True where attention is *not* allowed: turned round, here and nowhere else.
 
-    Float masks are added to the scores in both worlds; the most negative numbers of their dtype hide a key, so they become
-    -inf before masks of different dtypes meet.
+    Float masks are added to the scores in both worlds; what hides a key becomes -inf before masks of different dtypes meet.
     """
     if mask.dtype == torch.bool:
         return ~mask
-    return mask.masked_fill(mask < torch.finfo(mask.dtype).min / 2, -math.inf)
+    return mask.masked_fill(hides(mask), -math.inf)
 
 
 def _both(a: Tensor, b: Tensor) -> Tensor:
