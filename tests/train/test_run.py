@@ -232,6 +232,10 @@ def test_a_half_written_checkpoint_replaces_nothing(
 
 
 def test_a_folder_belongs_to_one_run(tiny: Recipe, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(RecipeError, match="is a file; name a folder"):
+        train(tiny, "paper", 3, tmp_path / "file", quiet=True)
+    (tmp_path / "file").unlink()
     train(tiny, "paper", 3, tmp_path, quiet=True)
     with pytest.raises(RecipeError, match="resume it, or use another output folder"):
         train(tiny, "paper", 3, tmp_path, quiet=True)

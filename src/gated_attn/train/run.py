@@ -128,6 +128,8 @@ def environment() -> dict[str, Any]:
 def _claim(output: Path, recipe: Recipe, gate: str, seed: int, match: str, resume: bool) -> None:
     """Make the folder this run's: its resolved configuration lies in it, and another run's is refused."""
     checkpoints = _trainer().checkpoints
+    if output.exists() and not output.is_dir():
+        raise RecipeError(f"{output} is a file; name a folder for the run's checkpoints and record")
     mine = _dump({**configuration(recipe, match), "gate": str(as_spec(gate) or "none"), "seed": seed})
     path = output / "config.json"
     if path.exists() and path.read_text(encoding="utf-8") != mine:
