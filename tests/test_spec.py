@@ -190,7 +190,21 @@ def test_errors_name_the_token_and_the_legal_ones(text: str, token: str, hint: s
 
 @pytest.mark.parametrize(
     "text",
-    ["", "  ", None, 3, ",", ":", "::", "output:", ":headwise", "none", "output:headwise,", "output:headwise,,rank=2"],
+    [
+        "",
+        "  ",
+        None,
+        3,
+        ",",
+        ":",
+        "::",
+        "output:",
+        ":headwise",
+        "none",
+        "output:headwise,",
+        "output:headwise,,rank=2",
+        "output:headwise,layers=0-999999999",
+    ],
 )
 def test_what_is_no_spec_at_all_is_a_spec_error(text: Any) -> None:
     with pytest.raises(SpecError):
@@ -207,7 +221,8 @@ def test_no_text_raises_anything_but_a_spec_error(text: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "fields", [{"fill": 1}, {"layers": 3}, {"layers": "0-3"}, {"layers": ()}, {"bias": True}, {"rank": 2.0}]
+    "fields",
+    [{"fill": 1}, {"layers": 3}, {"layers": "0-3"}, {"layers": ()}, {"bias": True}, {"bias": 10**400}, {"rank": 2.0}],
 )
 def test_fields_of_a_wrong_type_are_named(fields: dict[str, Any]) -> None:
     with pytest.raises(SpecError, match=next(iter(fields))):

@@ -2,7 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import difflib
+from collections.abc import Iterable, Mapping
+
+
+def suggestion(word: object, known: Iterable[str]) -> str:
+    """`; did you mean 'paper'?` where a known word is close to this one, and nothing otherwise."""
+    close = difflib.get_close_matches(str(word), list(known), 1)
+    return f"; did you mean {close[0]!r}?" if close else ""
 
 
 class GatedAttnError(Exception):

@@ -17,7 +17,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, fields
 from typing import Any
 
-from gated_attn.errors import SpecError
+from gated_attn.errors import SpecError, suggestion
 from gated_attn.presets import PRESETS
 
 POSITIONS = ("output", "value", "key", "query", "dense", "weights")
@@ -33,6 +33,8 @@ PAPER = PRESETS["paper"].text
 
 DEFAULT_STD = 0.02
 """Standard deviation of gate weights where neither `std` nor `init` is given (initializer_range of the paper's code)."""
+
+MAX_LAYERS = 10_000
 
 TARGETS = {"half": 0.5, "open": 0.95, "closed": 0.05}
 """The gate value that each `init` preset starts from; `identity` is exactly 1 (or adds exactly 0)."""
@@ -316,7 +318,7 @@ def _exclusions(s: GateSpec) -> list[tuple[bool, str, str]]:
 def _known(what: str, word: Any, legal: tuple[str, ...]) -> None:
     if word not in legal:
         extra = f" (aliases {_words(ALIASES)})" if what == "position" else ""
-        raise SpecError(f"unknown {what} {word!r}; legal: {_words(legal)}{extra}")
+        raise SpecError(f"unknown {what} {word!r}; legal: {_words(legal)}{extra}{suggestion(word, legal)}")
 
 
 def _words(words: Any) -> str:
@@ -332,7 +334,7 @@ def _options(text: str, *, head: bool = True) -> dict[str, Any]:
         if not 2 <= len(parts) <= 3:
             raise SpecError(
                 f"{':'.join(parts)!r} is neither position:width[:activation] nor a preset; positions: {_words(POSITIONS)}; "
-                f"widths: {_words(WIDTHS)}; presets: {_words(PRESETS)}"
+                f"widths: {_words(WIDTHS)}; presets: {_words(PRESETS)}{suggestion(parts[0], PRESETS)}"
             )
         options = dict(zip(("position", "width", "activation"), parts, strict=False))
     for token in tokens:
@@ -361,6 +363,7 @@ def _parse_option(token: str, text: str) -> tuple[str, Any]:
     if key not in _READERS or not equals:
         raise SpecError(
             f"unknown key {token!r} in {text!r}; legal: {', '.join(f'{k}=' for k in _READERS)}, fill, sink_key"
+            + suggestion(key, [*_READERS, "fill", "sink_key"])
         )
     try:
         return ("in_features" if key == "in" else key), _READERS[key](value)
@@ -382,9 +385,13 @@ def _number(value: str) -> float:
 
 
 def _finite(name: str, value: Any) -> float:
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
-        raise SpecError(f"'{name}={value}': must be a finite number")
-    return float(value)
+    try:
+        number = math.nan if isinstance(value, bool) or not isinstance(value, (int, float)) else float(value)
+    except OverflowError:
+        number = math.inf
+    if not math.isfinite(number):
+        raise SpecError(f"'{name}={str(value)[:40]}': must be a finite number")
+    return number
 
 
 def _read_layers(value: str) -> tuple[int, ...]:
@@ -396,6 +403,8 @@ def _read_layers(value: str) -> tuple[int, ...]:
         first, last = int(match[1]), int(match[2] or match[1])
         if last < first:
             raise ValueError(f"the range {part!r} runs backwards")
+        if last >= MAX_LAYERS:
+            raise ValueError(f"layer {last} is beyond the {MAX_LAYERS} that a spec can name")
         layers.extend(range(first, last + 1))
     return tuple(layers)
 

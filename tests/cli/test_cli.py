@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
 import subprocess
 import sys
+import time
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -68,6 +72,11 @@ def test_help_names_every_command_and_never_imports_torch() -> None:
     assert done.stdout.strip().endswith("[]")
     for name in ("compare", "train", "specs", "doctor"):
         assert name in done.stdout
+
+
+def test_the_version_and_whole_summaries() -> None:
+    assert invoke("--version").stdout == f"gated-attn {version('gated-attn')}\n"
+    assert "..." not in invoke("--help").stdout.replace("COMMAND [ARGS]...", "")
 
 
 def test_specs_lists_every_word_and_preset() -> None:
@@ -149,9 +158,19 @@ def test_compare_prints_a_table_and_writes_the_report(recipe: Path, tmp_path: Pa
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (("train", "shakespear"), ["unknown recipe 'shakespear'", "backcopy, demo, shakespeare"]),
-        (("train", "RECIPE", "--gate", "papr"), ["'papr'", "presets: paper"]),
+        (
+            ("train", "shakespear"),
+            ["unknown recipe 'shakespear'", "backcopy, demo, shakespeare", "did you mean 'shakespeare'?"],
+        ),
+        (("train", "RECIPE", "--gate", "papr"), ["'papr'", "presets: paper", "did you mean 'paper'?"]),
+        (("train", "RECIPE", "--gate", "output:headwize"), ["unknown width 'headwize'", "did you mean 'headwise'?"]),
         (("train", "RECIPE", "--set", "optimizer.rate=1"), ["unknown key 'optimizer.rate'", "lr"]),
+        (("train", "RECIPE", "--set", "model.head=4"), ["did you mean 'heads'?"]),
+        (("train", "RECIPE", "--set", "name.lr=1"), ["name={'lr': 1}", "must be str"]),
+        (("train", "RECIPE", "--set", "optimizer.lr=inf"), ["optimizer.lr=inf", "finite"]),
+        (("train", "RECIPE", "--seed", "-1"), ["seed=-1", "from 0 to 4294967295"]),
+        (("compare", "RECIPE", "--gates", ""), ["name the baseline and at least one gate"]),
+        (("compare", "RECIPE", "--gates", "paper"), ["name the baseline and at least one gate"]),
         (("train", "RECIPE", "--set", "lr"), ["table.key=value"]),
         (("train", "RECIPE", "--resume"), ["nothing to resume"]),
         (("compare", "RECIPE", "--gates", "paper,paper"), ["different gates"]),
@@ -169,6 +188,33 @@ def test_mistakes_are_one_message_and_exit_code_1(
     assert "Traceback" not in done.stderr
     for word in words:
         assert word in done.stderr
+
+
+def test_a_folder_that_cannot_be_made_is_one_message(recipe: Path) -> None:
+    done = command("train", recipe, "-o", "/dev/null/run", code=1)
+    assert done.stderr.startswith("gated-attn: ")
+    assert "/dev/null" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="Windows has no SIGINT to send")
+@pytest.mark.parametrize("seconds", [0.0, 6.0])
+def test_an_interrupt_ends_a_comparison_with_one_message(recipe: Path, tmp_path: Path, seconds: float) -> None:
+    code = "from gated_attn.cli import main; main()"
+    arguments = ["compare", str(recipe), "--gates", "none,paper", "--match", "none", "-o", str(tmp_path / "out")]
+    running = subprocess.Popen(
+        [sys.executable, "-c", code, *arguments, "--set", "training.steps=100000"],
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True,
+    )  # fmt: skip
+    assert running.stdout is not None
+    for _ in range(2):  # what each gate has is printed just before the processes start
+        running.stdout.readline()
+    time.sleep(seconds)
+    os.killpg(running.pid, signal.SIGINT)
+    _, shown = running.communicate(timeout=60)
+    assert running.returncode == 130
+    assert shown.startswith("gated-attn: stopped")
+    assert "Traceback" not in shown
 
 
 def test_a_loss_that_is_not_finite_ends_with_an_exit_code(recipe: Path, tmp_path: Path) -> None:

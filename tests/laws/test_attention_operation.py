@@ -6,6 +6,7 @@ Sizes are distinct primes where they may be, 1 < KV heads < heads, and lengths s
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -257,6 +258,21 @@ def test_fully_masked_rows_are_zero_with_finite_gradients(impl: str, gate: str, 
         )
 
 
+@pytest.mark.parametrize("value", [-1e3, -1e6, -1e8, -5e8])
+@pytest.mark.parametrize("gate", ["none", "headwise"])
+@pytest.mark.parametrize("impl", ["sdpa", "auto"])
+def test_rows_that_a_finite_mask_puts_far_below_zero_keep_their_gradients(impl: str, gate: str, value: float) -> None:
+    """Softmax does not see what is added to a whole row, but PyTorch's fused backward pass next to 1e6 and more does."""
+    T = S = 33
+    q, k, v = (randn(B, S, heads, E, dtype=torch.float32) for heads in (H, K, K))
+    g = GATES[gate](T, S, torch.float32)
+    mask = torch.zeros(T, S)
+    mask[3:9] = value
+    exact = [None if t is None else t.detach().double().requires_grad_() for t in (q, k, v, g)]
+    wanted = run("reference", *exact, None, {"mask": mask.double()})  # type: ignore[arg-type]
+    assert_agree([t.double() for t in run(impl, q, k, v, g, None, {"mask": mask})], wanted, 1e-5)
+
+
 @pytest.mark.parametrize("impl", IMPLS)
 def test_a_fully_masked_row_gets_the_fill_by_the_formula(impl: str) -> None:
     q, k, v, fill = randn(B, 3, H, E), randn(B, 5, K, E), randn(B, 5, K, E), randn(H, E)
@@ -411,6 +427,30 @@ def test_gradients_are_those_of_finite_differences(gate: str) -> None:
         return gated_attention(*tensors[:3], value, causal=True, impl="sdpa")
 
     assert torch.autograd.gradcheck(f, leaves, fast_mode=True)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_sinks_with_large_logits_and_without_a_scale(dtype: torch.dtype) -> None:
+    """1e4 fits float16, and what carries it to the scores must too; with scale=0 nothing carries it."""
+    q, k, v = (torch.randn(B, 9, heads, E).to(dtype) for heads in (H, K, K))
+    for logit in (1e4, -1e4, 3.0):
+        sink = Sink(torch.full((H,), logit, dtype=dtype))
+        for scale in (None, 1e-3, 0.0):
+            want = gated_attention(q, k, v, sink, causal=True, scale=scale, impl="reference")
+            got = gated_attention(q, k, v, sink, causal=True, scale=scale)
+            assert torch.isfinite(got).all()
+            assert (got - want).abs().max() <= 8 * torch.finfo(dtype).eps
+    with pytest.raises(UnsupportedError, match="scale=0 takes away"):
+        gated_attention(q, k, v, sink, scale=0.0, impl="sdpa")
+
+
+def test_it_can_be_traced() -> None:
+    """torch.jit.trace, deprecated as it is, is what ONNX tools of old and Neuron use."""
+    q, k, v = (torch.randn(B, 9, heads, E) for heads in (H, K, K))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        traced = torch.jit.trace(lambda q, k, v: gated_attention(q, k, v, torch.sigmoid(q), causal=True), (q, k, v))
+    assert torch.equal(traced(q, k, v), gated_attention(q, k, v, torch.sigmoid(q), causal=True))
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])

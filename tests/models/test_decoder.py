@@ -185,9 +185,18 @@ def test_wrong_tokens(ids: torch.Tensor, labels: torch.Tensor | None, message: s
         make()(ids, labels=labels)
 
 
+def test_labels_may_be_int32() -> None:
+    ids = tokens()
+    assert make()(ids, labels=ids.int()).loss == make()(ids, labels=ids).loss
+
+
 def test_what_would_be_silently_wrong_is_refused() -> None:
     with pytest.raises(ShapeError, match=r"attention_mask is torch.float32 .* pass bool or int"):
         make()(tokens(), attention_mask=torch.zeros(2, 11))
+    with pytest.raises(ShapeError, match=r"attention_mask is torch.bool of shape \(2, 12\).*of shape \(2, 11\)"):
+        make()(tokens(), attention_mask=torch.ones(2, 12, dtype=torch.bool))
+    with pytest.raises(ShapeError, match=r"a cache of 1 layers for a model of 2"):
+        make()(tokens(), cache=make().new_cache()[:1])
     with pytest.raises(SpecError, match=r"'layers=2' in .*this model has layers 0 to 1"):
         make("paper,layers=2")
 

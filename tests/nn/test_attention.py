@@ -164,6 +164,11 @@ def test_a_named_impl_serves_or_raises() -> None:
         ),
         ({"head_dim": 8, "gate": "paper,source=latent"}, SpecError, "pass q_latent_dim or use source=hidden"),
         ({"head_dim": 8, "gate": "papr"}, SpecError, "papr"),
+        ({"head_dim": 8, "gate": 1.0}, SpecError, "not 1.0"),
+        ({"head_dim": 8, "impl": "sdpaa"}, UnsupportedError, "unknown impl 'sdpaa'.*did you mean 'sdpa'"),
+        ({"head_dim": 8, "window": 0}, ShapeError, "window=0"),
+        ({"head_dim": 8, "window": 2.5}, ShapeError, "window=2.5"),
+        ({"head_dim": 8, "dropout": 1.0}, ShapeError, "dropout=1.0"),
     ],
 )
 def test_impossible_modules(options: dict[str, Any], error: type[Exception], message: str) -> None:

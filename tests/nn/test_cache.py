@@ -23,6 +23,13 @@ def test_appending_makes_a_new_cache_and_leaves_the_old() -> None:
         one.k_BSKE = k  # type: ignore[misc]
 
 
+def test_other_sizes_are_refused() -> None:
+    cache = KVCache().append(torch.randn(2, 3, 5, 7), torch.randn(2, 3, 5, 7))
+    for shape in [(1, 1, 5, 7), (2, 1, 4, 7), (2, 1, 5, 6)]:
+        with pytest.raises(ShapeError, match=r"keys of shape \(2, 3, 5, 7\) .* they may differ in tokens only"):
+            cache.append(torch.randn(shape), torch.randn(shape))
+
+
 def test_an_empty_cache_has_no_tensors() -> None:
     with pytest.raises(ShapeError, match="append some first"):
         _ = KVCache().tensors

@@ -623,6 +623,14 @@ def test_a_float32_mask_hides_whole_samples_in_every_dtype(dtype: torch.dtype, h
     assert all(p.grad is None or p.grad.isfinite().all() for p in module.parameters())
 
 
+def test_nested_keys_and_values_come_in_pairs() -> None:
+    attention = GatedMultiheadAttention(D, H, batch_first=True)
+    with prototype_warnings_off():
+        key, value = (torch.nested.as_nested_tensor([torch.randn(3, D), torch.randn(n, D)]) for n in (5, 4))
+        with pytest.raises(ShapeError, match=r"nested keys have lengths \[3, 5\] and values \[3, 4\]"):
+            attention(key, key, value)
+
+
 def test_nested_tensors_take_no_masks() -> None:
     module = GatedMultiheadAttention(D, H, batch_first=True)
     with prototype_warnings_off():

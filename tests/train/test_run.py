@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import shutil
 from dataclasses import replace
 from pathlib import Path
 
@@ -18,7 +19,7 @@ from gated_attn.records import RunRecord
 from gated_attn.train.data import datasets
 from gated_attn.train.initialise import initialise, plan
 from gated_attn.train.recipe import OptimizerTable, Recipe
-from gated_attn.train.run import diverged, gate_range, train
+from gated_attn.train.run import diverged, gate_range, read_log, train
 from gated_attn.train.trainer import GateTrainer, arguments, evaluate, newest_checkpoint, parameter_groups, staging
 
 GATES = ["none", "paper-headwise", "paper", "output:elementwise:sigmoid,rank=3,fill,bias=-1"]
@@ -239,7 +240,58 @@ def test_a_folder_belongs_to_one_run(tiny: Recipe, tmp_path: Path) -> None:
     train(tiny, "paper", 3, tmp_path, quiet=True)
     with pytest.raises(RecipeError, match="resume it, or use another output folder"):
         train(tiny, "paper", 3, tmp_path, quiet=True)
-    with pytest.raises(RecipeError, match="another recipe, gate or seed"):
+    with pytest.raises(RecipeError, match="gate: 'output:elementwise:sigmoid' there, 'output:headwise:sigmoid' here"):
         train(tiny, "paper-headwise", 3, tmp_path, quiet=True)
+    longer = replace(tiny, training=replace(tiny.training, steps=21))
+    with pytest.raises(RecipeError, match=r"training\.steps: 20 there, 21 here"):
+        train(longer, "paper", 3, tmp_path, quiet=True)
     with pytest.raises(RecipeError, match="no whole checkpoint"):
         train(tiny, "paper", 3, tmp_path / "empty", resume=True, quiet=True)
+
+
+@pytest.mark.parametrize("seed", [-1, 2**32])
+def test_a_seed_that_no_generator_takes_claims_no_folder(tiny: Recipe, tmp_path: Path, seed: int) -> None:
+    with pytest.raises(RecipeError, match="from 0 to 4294967295"):
+        train(tiny, "paper", seed, tmp_path / "run", quiet=True)
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_line_that_a_kill_cut_off_is_not_read(tmp_path: Path) -> None:
+    (tmp_path / "log").write_text('{"step": 1}\n{"step": 2}\n{"ste')
+    assert read_log(tmp_path / "log") == [{"step": 1}, {"step": 2}]
+
+
+def test_a_run_goes_on_past_a_cut_log_a_damaged_record_and_a_damaged_checkpoint(tiny: Recipe, tmp_path: Path) -> None:
+    whole = train(tiny, "paper", 3, tmp_path / "whole", quiet=True)
+    folder = tmp_path / "run"
+    train(tiny, "paper", 3, folder, quiet=True)
+    kept = sorted(path.name for path in folder.glob("checkpoint-*"))
+    assert kept == ["checkpoint-10", "checkpoint-20"]
+    (folder / "run.json").write_text("{")
+    with (folder / "log.jsonl").open("a") as log:
+        log.write('{"step": 20, "lo')
+    (folder / "checkpoint-20" / "model.safetensors").write_bytes(b"")
+    assert newest_checkpoint(folder) == str(folder / "checkpoint-10")
+    again = train(tiny, "paper", 3, folder, resume=True, quiet=True)
+    assert whole is not None
+    assert again is not None
+    assert (again.loss, again.history) == (whole.loss, whole.history)
+
+
+@pytest.mark.parametrize("name", ["optimizer.pt", "scheduler.pt", "trainer_state.json"])
+def test_a_checkpoint_with_a_missing_or_cut_file_is_not_resumed_from(tiny: Recipe, tmp_path: Path, name: str) -> None:
+    train(tiny, "paper", 3, tmp_path, quiet=True)
+    part = tmp_path / "checkpoint-20" / name
+    part.write_bytes(part.read_bytes()[:40])
+    assert newest_checkpoint(tmp_path) == str(tmp_path / "checkpoint-10")
+    part.unlink()
+    assert newest_checkpoint(tmp_path) == str(tmp_path / "checkpoint-10")
+
+
+def test_a_complete_run_without_checkpoints_is_not_repeated(tiny: Recipe, tmp_path: Path) -> None:
+    run = train(tiny, "paper", 3, tmp_path, quiet=True)
+    for checkpoint in tmp_path.glob("checkpoint-*"):
+        shutil.rmtree(checkpoint)
+    assert train(tiny, "paper", 3, tmp_path, resume=True, quiet=True) == run
+    with pytest.raises(RecipeError, match="holds this run, complete"):
+        train(tiny, "paper", 3, tmp_path, quiet=True)

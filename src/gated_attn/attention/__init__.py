@@ -14,7 +14,7 @@ from torch import Tensor
 from gated_attn.attention import flex, reference, sdpa
 from gated_attn.attention.activations import widen
 from gated_attn.attention.call import Call, GateInput, PairLogits, Sink, apply_gate, make_call
-from gated_attn.errors import UnsupportedError
+from gated_attn.errors import UnsupportedError, suggestion
 
 __all__ = ["IMPLS", "Explanation", "PairLogits", "Sink", "apply_gate", "explain", "gated_attention"]
 
@@ -94,7 +94,7 @@ def explain(
     call = make_call(q_BTHE, k_BSKE, v_BSKE, gate, **options)
     chosen: str | None = None
     reasons: dict[str, str] = {}
-    for name in _names(impl) + [name for name in IMPLS if impl not in ("auto", name)]:
+    for name in known_names(impl) + [name for name in IMPLS if impl not in ("auto", name)]:
         reason = IMPLS[name].why_not(call)
         if reason is None and chosen is None and impl in ("auto", name):
             chosen = name
@@ -106,7 +106,7 @@ def explain(
 
 def _choose(call: Call, impl: str) -> ModuleType:
     reasons = {}
-    for name in _names(impl):
+    for name in known_names(impl):
         reason = IMPLS[name].why_not(call)
         if reason is None:
             return IMPLS[name]
@@ -114,9 +114,12 @@ def _choose(call: Call, impl: str) -> ModuleType:
     raise UnsupportedError(f"impl={impl!r} cannot serve this call; impl='auto' picks one that can", reasons)
 
 
-def _names(impl: str) -> list[str]:
+def known_names(impl: str) -> list[str]:
+    """The implementations that this word stands for; an UnsupportedError lists the known ones if there is none."""
     if impl == "auto":
         return list(IMPLS)
     if impl not in IMPLS:
-        raise UnsupportedError(f"unknown impl {impl!r}; known: auto, {', '.join(IMPLS)}")
+        raise UnsupportedError(
+            f"unknown impl {impl!r}; known: auto, {', '.join(IMPLS)}{suggestion(impl, ['auto', *IMPLS])}"
+        )
     return [impl]

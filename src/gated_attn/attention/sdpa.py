@@ -12,12 +12,15 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from gated_attn.attention import pairwise
+from gated_attn.attention.activations import widen
 from gated_attn.attention.call import Call, PairLogits, Sink, apply_gate
 
 
 def why_not(call: Call) -> str | None:
     if call.return_lse:
         return "scaled_dot_product_attention does not return the log-sum-exp"
+    if call.scale == 0 and isinstance(call.gate, Sink):
+        return "a sink's logit rides on the scores, which scale=0 takes away"
     if call.dropout and isinstance(call.gate, Sink) and call.fill is not None:
         return "dropout would fall on the sink's fill too, which is a value like any other here"
     return None
@@ -47,7 +50,7 @@ def repeats_keys(call: Call, mask: Tensor | None) -> bool:
 def _attend(
     call: Call, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, is_causal: bool, scale: float | None = None
 ) -> Tensor:
-    grouped = q.shape[2] != k.shape[2]
+    grouped = bool(q.shape[2] != k.shape[2])  # under torch.jit.trace a comparison of sizes is a tensor
     if grouped and repeats_keys(call, mask):
         k, v, grouped = k.repeat_interleave(call.group, 2), v.repeat_interleave(call.group, 2), False
     out_BHTE = F.scaled_dot_product_attention(
@@ -69,23 +72,38 @@ def _mask(call: Call) -> tuple[Tensor | None, bool]:
     if masking.bias is None:
         return keep, False
     bias = masking.bias.to(call.q_BTHE.dtype)
-    return (bias if keep is None else bias.masked_fill(~keep, -math.inf)), False
+    bias = bias if keep is None else bias.masked_fill(~keep, -math.inf)
+    return (bias if isinstance(call.gate, Sink) else _lift(bias)), False
+
+
+def _lift(bias: Tensor) -> Tensor:
+    """The bias with rows that lie wholly below -64 lifted to 0, which softmax does not see.
+
+    The fused backward pass on the CPU needs the log-sum-exp to a fraction of 1, and next to -1e7 float32 has none.
+    """
+    if bias.shape[-1] == 0:
+        return bias
+    highest = bias.detach().amax(-1, keepdim=True)
+    return bias - highest.masked_fill((highest >= -64) | highest.isinf(), 0.0)
 
 
 def _with_sink(call: Call, sink: Sink) -> Tensor:
     """The sink as one extra key in front, whose value is the fill (or 0): softmax does the rest.
 
-    Its logit and key ride on one more channel of the head, q' = [q, 1], k' = [k, 0] and k'_0 = [key, logit / scale], so no
-    score or mask gains a head axis. The channel is padded to a multiple of 8 for the kernels' sake.
+    Its logit and key ride on one more channel of the head, q' = [q, c], k' = [k, 0] and k'_0 = [key, logit / (c scale)], so no
+    score or mask gains a head axis; c is a power of two next to 1 / scale, so that nothing overflows that the logit did not.
+    The channel is padded to a multiple of 8 for the kernels' sake.
     """
     B, T, H, E = call.q_BTHE.shape
     k = call.k_BSKE.repeat_interleave(call.group, dim=2)
     v = call.v_BSKE.repeat_interleave(call.group, dim=2)
     pad = -E % 8 or 8
     dtype = k.dtype
-    q = F.pad(torch.cat([call.q_BTHE, call.q_BTHE.new_ones(B, T, H, 1)], -1), (0, pad - 1))
+    carrier = 2.0 ** round(-math.log2(abs(call.scale)))
+    q = F.pad(torch.cat([call.q_BTHE, call.q_BTHE.new_full((B, T, H, 1), carrier)], -1), (0, pad - 1))
     key_HE = call.q_BTHE.new_zeros(H, E) if sink.key_HE is None else sink.key_HE.to(dtype)
-    key_HE = F.pad(torch.cat([key_HE, (sink.logit_H / call.scale).to(dtype)[:, None]], -1), (0, pad - 1))
+    carried_H1 = (widen(sink.logit_H) / (call.scale * carrier)).to(dtype)[:, None]
+    key_HE = F.pad(torch.cat([key_HE, carried_H1], -1), (0, pad - 1))
     fill_HE = v.new_zeros(H, v.shape[-1]) if call.fill is None else call.fill.to(dtype)
     k = torch.cat([key_HE.expand(B, 1, H, E + pad), F.pad(k, (0, pad))], 1)
     v = torch.cat([fill_HE.expand(B, 1, H, v.shape[-1]), v], 1)

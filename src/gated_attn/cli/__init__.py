@@ -20,6 +20,14 @@ def main() -> None:
     except GatedAttnError as error:
         print(f"gated-attn: {error}", file=sys.stderr)
         raise SystemExit(1) from None
-    except KeyboardInterrupt:
-        print("gated-attn: stopped; runs continue where their last checkpoint or record is", file=sys.stderr)
+    except OSError as error:  # an output folder that cannot be written, a disk that is full
+        print(f"gated-attn: {error}", file=sys.stderr)
+        raise SystemExit(1) from None
+    except (KeyboardInterrupt, SystemExit) as stop:
+        if isinstance(stop, SystemExit) and stop.code != 130:  # what typer makes of Ctrl-C
+            raise
+        print(
+            "gated-attn: stopped; a run goes on from its last checkpoint, written every training.eval_every steps",
+            file=sys.stderr,
+        )
         raise SystemExit(130) from None

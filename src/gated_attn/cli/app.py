@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from importlib.metadata import version
 from pathlib import Path
 from typing import Annotated
 
@@ -18,6 +19,19 @@ app = typer.Typer(
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object instead of text.")]
 
 
+def _version(wanted: bool) -> None:
+    if wanted:
+        print(f"gated-attn {version('gated-attn')}")
+        raise typer.Exit
+
+
+@app.callback()
+def _options(
+    version: Annotated[bool, typer.Option("--version", callback=_version, is_eager=True, help="Show the version and exit.")] = False,
+) -> None:  # fmt: skip
+    pass
+
+
 @app.command()
 def compare(
     recipe: Annotated[str, typer.Argument(help="A recipe file, or the name of a recipe that comes with the package.")],
@@ -30,7 +44,10 @@ def compare(
     overrides: Annotated[list[str] | None, typer.Option("--set", help="Override a recipe value, such as optimizer.lr=0.001.")] = None,
     json: Json = False,
 ) -> None:  # fmt: skip
-    """Train the same model with several gates on the same data and seeds, and compare them, paired."""
+    """Train with several gates, compare in pairs.
+
+    The same model on the same data and seeds, with parameters matched; writes the records and report.html.
+    """
     from gated_attn.cli.compare import run
 
     run(recipe, gates, seeds, match, lr_sweep, jobs, output, overrides or [], as_json=json)
@@ -46,7 +63,10 @@ def train(
     overrides: Annotated[list[str] | None, typer.Option("--set", help="Override a recipe value, such as optimizer.lr=0.001.")] = None,
     json: Json = False,
 ) -> None:  # fmt: skip
-    """Train one model from a recipe."""
+    """Train one model from a recipe.
+
+    The gate's parameters come on top; `compare` narrows the feed-forward to match them.
+    """
     from gated_attn.cli.train import run
 
     run(recipe, gate, seed, output, overrides or [], resume=resume, as_json=json)
@@ -54,7 +74,10 @@ def train(
 
 @app.command()
 def specs(json: Json = False) -> None:
-    """List every preset and every word of a gate spec, with the names other projects use."""
+    """List presets and the words of a spec.
+
+    Each preset comes with the name that other projects give it.
+    """
     from gated_attn.cli.specs import run
 
     run(as_json=json)
@@ -62,7 +85,10 @@ def specs(json: Json = False) -> None:
 
 @app.command()
 def doctor(json: Json = False) -> None:
-    """Show versions, devices, threads, attention implementations with reasons, and cached samples."""
+    """Show what this machine can do.
+
+    Versions, devices, threads, attention implementations with reasons, and the real texts and models fetched so far.
+    """
     from gated_attn.cli.doctor import run
 
     run(as_json=json)

@@ -28,6 +28,10 @@ def run(
     from gated_attn.train.compare import compare
 
     loaded = Recipe.load(recipe, overrides)
+    if len(split_gates(gates)) < 2 and not lr_sweep:
+        raise RecipeError(
+            f"--gates {gates!r}: name the baseline and at least one gate to compare with it, such as none,paper"
+        )
     folder = output or Path("runs") / loaded.name
     record = compare(
         loaded, split_gates(gates), seeds, folder, match=match, lr_sweep=_numbers(lr_sweep), jobs=jobs, quiet=as_json

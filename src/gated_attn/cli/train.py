@@ -24,7 +24,7 @@ def run(
     unit = f", {record.bits_per_byte:.4f} bits per byte" if record.bits_per_byte is not None else ""
     print(f"\n{record.gate}: validation loss {record.loss:.4f} nats per token{unit}, {record.parameters:,} parameters")
     if record.first_token_share is not None:
-        print(f"attention on the first token {record.first_token_share:.3f}, largest activation {record.max_abs:.1f}")
+        print(f"attention on the first token {record.first_token_share:.1%}, largest activation {record.max_abs:.1f}")
     if record.gate_mean is not None:
         print(f"gates: mean {record.gate_mean:.3f}, {record.gate_below:.1%} below 0.1")
     for name, value in record.measures.items():

@@ -119,7 +119,7 @@ class Decoder(nn.Module):
         num_items_in_batch: Tensor | int | None = None,
         cache: tuple[KVCache, ...] | None = None,
     ) -> DecoderOutput:
-        self._check(input_ids, labels, attention_mask)
+        self._check(input_ids, labels, attention_mask, cache)
         mask = None if attention_mask is None else attention_mask.bool()[:, None, None, :]
         if position_ids is None and attention_mask is not None and doc_ids is None:
             position_ids = (attention_mask.long().cumsum(1) - 1).clamp(min=0)[:, -input_ids.shape[1] :]
@@ -174,15 +174,23 @@ class Decoder(nn.Module):
             self.train(was_training)
         return input_ids
 
-    def _check(self, input_ids: Tensor, labels: Tensor | None, attention_mask: Tensor | None) -> None:
+    def _check(
+        self, input_ids: Tensor, labels: Tensor | None, attention_mask: Tensor | None, cache: tuple[KVCache, ...] | None
+    ) -> None:
         if input_ids.dim() != 2 or input_ids.dtype not in (torch.int32, torch.int64):
             raise ShapeError(
                 f"input_ids is {input_ids.dtype} of shape {tuple(input_ids.shape)}; pass token numbers (batch, tokens)"
             )
-        if attention_mask is not None and (attention_mask.is_floating_point() or attention_mask.dim() != 2):
+        if cache is not None and len(cache) != len(self.layers):
+            raise ShapeError(
+                f"a cache of {len(cache)} layers for a model of {len(self.layers)}; start from new_cache()"
+            )
+        seen = input_ids.shape[1] + (cache[0].length if cache else 0)
+        wanted = (input_ids.shape[0], seen)
+        if attention_mask is not None and (attention_mask.is_floating_point() or tuple(attention_mask.shape) != wanted):
             raise ShapeError(
                 f"attention_mask is {attention_mask.dtype} of shape {tuple(attention_mask.shape)}; pass bool or int, True or 1 at "
-                "real tokens, of shape (batch, cached and new tokens)"
+                f"real tokens, of shape {wanted}, cached tokens included"
             )
         if labels is not None and labels.shape != input_ids.shape:
             raise ShapeError(
@@ -195,7 +203,7 @@ def token_loss(logits_BTV: Tensor, labels_BT: Tensor, num_items: Tensor | int | 
 
     Computed in float32 (float64 logits: float64). A batch in which nothing counts has loss 0, not NaN.
     """
-    targets = labels_BT[:, 1:].flatten()
+    targets = labels_BT[:, 1:].flatten().long()
     total = F.cross_entropy(widen(logits_BTV[:, :-1].flatten(0, 1)), targets, ignore_index=IGNORED, reduction="sum")
     counted = (targets != IGNORED).sum() if num_items is None else num_items
     return total / (counted.clamp(min=1) if isinstance(counted, Tensor) else max(counted, 1))

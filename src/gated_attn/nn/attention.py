@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from gated_attn.attention import gated_attention
+from gated_attn.attention import gated_attention, known_names
 from gated_attn.attention.call import GateInput
 from gated_attn.errors import ShapeError, SpecError, UnsupportedError
 from gated_attn.gate import Gate
@@ -90,6 +90,11 @@ class GatedAttention(nn.Module):
             raise ShapeError(
                 f"rope is for heads of width {rope.head_dim}, and these have {head_dim}; pass Rope({head_dim}, ...)"
             )
+        if window is not None and (type(window) is not int or window < 1):
+            raise ShapeError(f"window={window!r}: pass how many keys a query sees, at least 1, or None for all")
+        if not 0.0 <= dropout < 1.0:
+            raise ShapeError(f"dropout={dropout}: pass a probability in [0, 1)")
+        known_names(impl)
         spec = as_spec(gate)
         if spec is not None and spec.source == "latent" and q_latent_dim is None:
             raise SpecError(

@@ -42,4 +42,9 @@ class KVCache(NamedTuple):
         """A cache with these tokens behind its own."""
         if not self.length:
             return KVCache(k_BSKE, v_BSKE)
+        ours, new = self.tensors[0].shape, k_BSKE.shape
+        if ours[0] != new[0] or ours[2:] != new[2:]:
+            raise ShapeError(
+                f"the cache holds keys of shape {tuple(ours)} and the new ones have {tuple(new)}; they may differ in tokens only"
+            )
         return KVCache(*(torch.cat(pair, 1) for pair in zip(self.tensors, (k_BSKE, v_BSKE), strict=True)))

@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from gated_attn.attention import apply_gate, gated_attention
+from gated_attn.attention import apply_gate, gated_attention, known_names
 from gated_attn.attention.call import GateInput, make_call
 from gated_attn.attention.masks import hides
 from gated_attn.attention.reference import softmax_weights
@@ -91,6 +91,7 @@ class GatedMultiheadAttention(nn.Module):
             )
         if not 0.0 <= dropout < 1.0:
             raise ShapeError(f"dropout={dropout}: pass a probability in [0, 1)")
+        known_names(impl)
         self.embed_dim, self.num_heads, self.head_dim = embed_dim, num_heads, embed_dim // num_heads
         self.kdim, self.vdim = embed_dim if kdim is None else kdim, embed_dim if vdim is None else vdim
         self.dropout, self.batch_first, self.add_zero_attn, self.impl = dropout, batch_first, add_zero_attn, impl
@@ -221,6 +222,9 @@ class GatedMultiheadAttention(nn.Module):
             raise ShapeError(
                 "nested tensors carry their own lengths: pass all of query, key and value nested, batch_first=True and no masks"
             )
+        lengths_of = [[sample.shape[0] for sample in x.unbind()] for x in (key, value)]
+        if lengths_of[0] != lengths_of[1]:
+            raise ShapeError(f"nested keys have lengths {lengths_of[0]} and values {lengths_of[1]}; they come in pairs")
         lengths = [sample.shape[0] for sample in key.unbind()]
         # By identity, so that what was one tensor stays one and self-attention is still seen as such.
         padded = {id(x): torch.nested.to_padded_tensor(x, 0.0) for x in (query, key, value)}

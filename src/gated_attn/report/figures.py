@@ -207,10 +207,12 @@ def _axes(frame: _Frame) -> str:
 
 def _line(line: Line, frame: _Frame) -> str:
     path = "".join(f"{'L' if i else 'M'}{_n(frame.x(x))} {_n(frame.y(y))}" for i, (x, y) in enumerate(line.points))
-    if len(line.points) == 1:
-        path += "h0.01"  # round line caps make a dot of it
     title = f"<title>{escape(line.label)}</title>"
     drawn = f'<path class="curve{" thin" if line.thin else ""}" {_look(line.index)} d="{path}">{title}</path>'
+    if len(line.points) == 1:
+        x, y = line.points[0]
+        style = f'style="--c:var(--v{line.index % COLOURS})"'
+        drawn = f'<circle class="dot" {style} cx="{_n(frame.x(x))}" cy="{_n(frame.y(y))}" r="4">{title}</circle>'
     if line.diverged_at is not None:
         x = min(max(frame.x(line.diverged_at), frame.left + 6), frame.left + frame.width - 6)
         y = min(max(frame.y(line.points[-1][1]), frame.top + 6), frame.top + frame.height - 6)

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import multiprocessing
 import os
+import signal
 import statistics
 import threading
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -16,13 +18,13 @@ from typing import Any
 
 import torch
 
-from gated_attn.errors import RecipeError, RecordError, TrainingError
+from gated_attn.errors import RecipeError, TrainingError
 from gated_attn.records import CompareRecord, CompareRow, Paired, RunRecord, paired_interval
 from gated_attn.spec import as_spec
 from gated_attn.train.data import datasets, vocab_size
 from gated_attn.train.initialise import initialise, plan
 from gated_attn.train.recipe import Recipe
-from gated_attn.train.run import RECORD, configuration, diverged, slug, train
+from gated_attn.train.run import RECORD, complete, diverged, slug, train
 from gated_attn.train.trainer import newest_checkpoint, parameter_groups
 
 METRICS = ("loss", "bits_per_byte")
@@ -65,8 +67,10 @@ def compare(
     one process on one thread.
     """
     specs = {str(as_spec(gate)) for gate in gates}
-    if len(specs) != len(gates) or seeds < 1:
-        raise RecipeError(f"compare needs different gates and at least one seed, got {', '.join(gates)} and {seeds}")
+    if not gates or len(specs) != len(gates) or seeds < 1:
+        raise RecipeError(
+            f"compare needs different gates and at least one seed, got {', '.join(gates) or 'no gate'} and {seeds}"
+        )
     if any(not (math.isfinite(multiplier) and multiplier > 0) for multiplier in lr_sweep):
         raise RecipeError(f"learning-rate multipliers {', '.join(map(str, lr_sweep))}: each must be above 0")
     for gate in gates:
@@ -155,7 +159,7 @@ def _step(recipe: Recipe, gate: str, match: str, inputs: dict[str, torch.Tensor]
 
 def _run_all(work: Sequence[Job], jobs: int, quiet: bool) -> list[RunRecord]:
     """The records of all jobs in order; each run in a process of its own, so that none inherits another's state."""
-    done = {job.folder: _complete(job) for job in work}
+    done = {job.folder: complete(job.folder, job.recipe, job.gate, job.seed, job.match) for job in work}
     open_jobs = [job for job in work if done[job.folder] is None]
     cores = os.cpu_count() or 1
     jobs = min(jobs or cores, len(open_jobs)) or 1
@@ -163,7 +167,8 @@ def _run_all(work: Sequence[Job], jobs: int, quiet: bool) -> list[RunRecord]:
     context = multiprocessing.get_context("spawn")
     started = time.perf_counter()
     with ProcessPoolExecutor(jobs, mp_context=context, initializer=_worker, initargs=(threads, os.getpid())) as pool:
-        futures = {pool.submit(_run, job): job for job in open_jobs}
+        with _interrupts_held():
+            futures = {pool.submit(_run, job): job for job in open_jobs}
         for number, future in enumerate(as_completed(futures), 1):
             job, run = futures[future], future.result()
             done[job.folder] = run
@@ -176,8 +181,24 @@ def _run_all(work: Sequence[Job], jobs: int, quiet: bool) -> list[RunRecord]:
     return [record for job in work if (record := done[job.folder]) is not None]
 
 
+@contextlib.contextmanager
+def _interrupts_held() -> Iterator[None]:
+    """Ctrl-C waits meanwhile, and in processes that are started meanwhile until they let it through."""
+    if not hasattr(signal, "pthread_sigmask"):  # Windows
+        yield
+        return
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
+
+
 def _worker(threads: int, parent: int) -> None:
-    """Set a worker process up: its threads, and an end when the parent is killed, rather than a run that nobody waits for."""
+    """Set a worker process up: its threads, and an end without a word on Ctrl-C and when the parent is killed."""
+    signal.signal(signal.SIGINT, lambda *_: os._exit(130))
+    if hasattr(signal, "pthread_sigmask"):
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
     torch.set_num_threads(threads)
 
     def watch() -> None:
@@ -198,16 +219,6 @@ def _run(job: Job) -> RunRecord:
         run = diverged(job.recipe, job.gate, job.seed, job.match, error.step, job.folder)
     assert run is not None  # only a run that was told to stop early has no record
     return run
-
-
-def _complete(job: Job) -> RunRecord | None:
-    """The job's record if it lies there already, of the same recipe, gate and seed."""
-    try:
-        run = RunRecord.load(job.folder / RECORD)
-    except (RecordError, OSError):
-        return None
-    same = (run.recipe, run.gate, run.seed) == (configuration(job.recipe, job.match), job.gate, job.seed)
-    return run if same else None
 
 
 def _largest_stable_lr(

@@ -6,6 +6,7 @@ the resolved recipe, every value included, so a record says what it was trained 
 
 from __future__ import annotations
 
+import math
 import re
 import sys
 import types
@@ -15,7 +16,7 @@ from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
-from gated_attn.errors import MissingExtraError, RecipeError
+from gated_attn.errors import MissingExtraError, RecipeError, suggestion
 
 TASKS = ("text", "backcopy")
 PRECISIONS = ("fp32", "bf16")
@@ -105,7 +106,9 @@ class Recipe:
                 0 < self.data.triggers < min(self.data.vocab_size - 1, 1 / TRIGGER_SHARE),
                 f"at least 1, fewer than the tokens, and under {1 / TRIGGER_SHARE:g}, for each follows {TRIGGER_SHARE:.0%} of them",
             ),
-            ("optimizer.lr", self.optimizer.lr > 0, "above 0"),
+            ("optimizer.lr", 0 < self.optimizer.lr < math.inf, "above 0 and finite"),
+            ("model.rope_theta", 0 < self.model.rope_theta < math.inf, "above 0 and finite"),
+            ("training.seed", 0 <= self.training.seed < 2**32, f"from 0 to {2**32 - 1}"),
             ("optimizer.warmup", 0 <= self.optimizer.warmup <= 1, "a share of the steps, between 0 and 1"),
             *((f"model.{name}", getattr(self.model, name) >= 1, "at least 1") for name in _SIZES),
             *(
@@ -138,7 +141,10 @@ class Recipe:
     def load(cls, name: str | Path, overrides: Iterable[str] = ()) -> Recipe:
         """Read a recipe file, or a recipe of this package by name; overrides are `table.key=value`, value as in TOML."""
         path = find(name)
-        values = _toml(path.read_text(encoding="utf-8"), str(path))
+        try:
+            values = _toml(path.read_text(encoding="utf-8"), str(path))
+        except UnicodeDecodeError as error:
+            raise RecipeError(f"{path} is not UTF-8 text: {error}") from None
         for override in overrides:
             where, equals, value = override.partition("=")
             table, dot, key = where.strip().partition(".")
@@ -146,9 +152,11 @@ class Recipe:
                 raise RecipeError(
                     f"override {override!r} is not of the form table.key=value, such as optimizer.lr=0.001"
                 )
+            if not isinstance(values.setdefault(table, {}), dict):
+                raise RecipeError(f"override {override!r}: {table}={values[table]!r} in {path} is not a table")
             if re.fullmatch(r"[A-Za-z_][\w.-]*", value) and value not in ("true", "false", "inf", "nan"):
                 value = f'"{value}"'  # a bare word is a string, as shells take the quotes away
-            values.setdefault(table, {})[key] = _toml(f"value = {value}", f"override {override!r}")["value"]
+            values[table][key] = _toml(f"value = {value}", f"override {override!r}")["value"]
         return cls.from_dict({"name": path.stem, **values})
 
     @classmethod
@@ -175,7 +183,9 @@ def find(name: str | Path) -> Path:
     for folder in _folders():
         if (folder / f"{name}.toml").is_file():
             return folder / f"{name}.toml"
-    raise RecipeError(f"unknown recipe {str(name)!r}; pass a .toml file or one of: {', '.join(names())}")
+    raise RecipeError(
+        f"unknown recipe {str(name)!r}; pass a .toml file or one of: {', '.join(names())}{suggestion(name, names())}"
+    )
 
 
 def names() -> list[str]:
@@ -212,7 +222,9 @@ def _read(cls: Any, values: Any, where: str) -> Any:
     hints = typing.get_type_hints(cls)
     unknown = sorted(set(values) - set(hints))
     if unknown:
-        raise RecipeError(f"unknown key {where + unknown[0]!r}; legal: {', '.join(hints)}")
+        raise RecipeError(
+            f"unknown key {where + unknown[0]!r}; legal: {', '.join(hints)}{suggestion(unknown[0], hints)}"
+        )
     if "name" in hints and "name" not in values:
         raise RecipeError("a recipe needs a name")
     return cls(**{key: _value(hints[key], value, f"{where}{key}") for key, value in values.items()})

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import json
 import math
 import os
 import platform
 import time
+from dataclasses import replace
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -16,7 +18,7 @@ import torch
 from torch import Tensor
 
 from gated_attn.codec import write_text
-from gated_attn.errors import MissingExtraError, RecipeError
+from gated_attn.errors import GatedAttnError, MissingExtraError, RecipeError
 from gated_attn.measure.decoder import measure_decoder, sample_gates
 from gated_attn.models.decoder import Decoder
 from gated_attn.records import HistoryPoint, RunRecord
@@ -61,10 +63,13 @@ def train(
     trainer_module = _trainer()
     output = Path(output)
     seed = recipe.training.seed if seed is None else seed
+    if not 0 <= seed < 2**32:
+        raise RecipeError(f"seed={seed}: pass a whole number from 0 to {2**32 - 1}")
     planned = plan(recipe, gate, match)
-    _claim(output, recipe, gate, seed, match, resume)
-    if resume and (output / RECORD).exists():
-        return RunRecord.load(output / RECORD)
+    done = complete(output, recipe, gate, seed, match)
+    if resume and done is not None:
+        return done
+    _claim(output, recipe, gate, seed, match, resume, done is not None)
     data, held_out = datasets(recipe, seed)
     torch.manual_seed(seed)
     model = initialise(Decoder(planned.config), seed, recipe.model.ffn_dim)
@@ -87,6 +92,16 @@ def train(
     if trainer.args.should_save:
         record.save(output / RECORD)
     return record
+
+
+def complete(output: Path, recipe: Recipe, gate: str, seed: int, match: str) -> RunRecord | None:
+    """The record in the folder if it is whole and of this run; None otherwise, so that a damaged one is made anew."""
+    try:
+        run = RunRecord.load(output / RECORD)
+        same = (run.recipe, as_spec(run.gate), run.seed) == (configuration(recipe, match), as_spec(gate), seed)
+    except (GatedAttnError, OSError):
+        return None
+    return replace(run, gate=gate) if same else None
 
 
 def configuration(recipe: Recipe, match: str) -> dict[str, Any]:
@@ -125,23 +140,43 @@ def environment() -> dict[str, Any]:
     }
 
 
-def _claim(output: Path, recipe: Recipe, gate: str, seed: int, match: str, resume: bool) -> None:
+def _claim(output: Path, recipe: Recipe, gate: str, seed: int, match: str, resume: bool, done: bool) -> None:
     """Make the folder this run's: its resolved configuration lies in it, and another run's is refused."""
     checkpoints = _trainer().checkpoints
     if output.exists() and not output.is_dir():
         raise RecipeError(f"{output} is a file; name a folder for the run's checkpoints and record")
     mine = _dump({**configuration(recipe, match), "gate": str(as_spec(gate) or "none"), "seed": seed})
     path = output / "config.json"
-    if path.exists() and path.read_text(encoding="utf-8") != mine:
+    if path.exists() and (other := path.read_text(encoding="utf-8", errors="replace")) != mine:
         raise RecipeError(
-            f"{output} holds a run with another recipe, gate or seed (see {path}); use another output folder"
+            f"{output} holds a run with another recipe, gate or seed ({_difference(other, mine)}); use another output folder"
         )
     if resume and not checkpoints(output):
         raise RecipeError(f"nothing to resume: {output} has no whole checkpoint; start without resume")
-    if not resume and checkpoints(output):
-        raise RecipeError(f"{output} has checkpoints of this run; resume it, or use another output folder")
+    if not resume and (done or checkpoints(output)):
+        raise RecipeError(
+            f"{output} holds {'this run, complete' if done else 'checkpoints of this run'}; resume it, or use another output folder"
+        )
     output.mkdir(parents=True, exist_ok=True)
     write_text(path, mine)
+
+
+def _difference(theirs: str, mine: str) -> str:
+    """`gate: 'paper' there, 'none' here`, for the first values in which two configurations differ."""
+    try:
+        there, here = (_flat(json.loads(text)) for text in (theirs, mine))
+    except (json.JSONDecodeError, AttributeError):
+        return "its config.json is damaged"
+    keys = [key for key in {**here, **there} if there.get(key) != here.get(key)]
+    told = [f"{key}: {there.get(key)!r} there, {here.get(key)!r} here" for key in keys[:3]]
+    return "; ".join(told + (["..."] if len(keys) > 3 else []))
+
+
+def _flat(values: dict[str, Any], where: str = "") -> dict[str, Any]:
+    flat: dict[str, Any] = {}
+    for key, value in values.items():
+        flat |= _flat(value, f"{where}{key}.") if isinstance(value, dict) else {where + key: value}
+    return flat
 
 
 def _dump(values: dict[str, Any]) -> str:
@@ -175,8 +210,13 @@ def _record(
 
 
 def read_log(path: Path) -> list[dict[str, Any]]:
-    """The rows of a run's log, or none."""
-    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()] if path.exists() else []
+    """The rows of a run's log, without a last one that a kill cut off; none without a log."""
+    lines = path.read_text(encoding="utf-8", errors="replace").splitlines() if path.exists() else []
+    rows = []
+    for line in lines:
+        with contextlib.suppress(json.JSONDecodeError):
+            rows.append(json.loads(line))
+    return rows
 
 
 def _forget_after(path: Path, step: int) -> None:

@@ -10,15 +10,16 @@ import math
 import os
 import shutil
 import sys
+import zipfile
 from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 from torch.utils.data import Dataset, SequentialSampler
 from transformers import Trainer, TrainerCallback, TrainingArguments
 from transformers.trainer_callback import PrinterCallback, ProgressCallback, TrainerControl
-from transformers.trainer_utils import get_last_checkpoint
 
 from gated_attn.errors import RecipeError, TrainingError
 from gated_attn.gate import Gate
@@ -213,11 +214,22 @@ def staging(output: str | None) -> Path:
 
 
 def checkpoints(output: str | Path | None) -> list[Path]:
-    """Whole checkpoints of a run, oldest first."""
-    return sorted(Path(output or ".").glob("checkpoint-*"), key=lambda path: int(path.name.rpartition("-")[2]))
+    """Whole checkpoints of a run, oldest first; damaged ones are left out."""
+    found = [path for path in Path(output or ".").glob("checkpoint-*") if path.name.rpartition("-")[2].isdigit()]
+    return [path for path in sorted(found, key=lambda path: int(path.name.rpartition("-")[2])) if _whole(path)]
+
+
+def _whole(checkpoint: Path) -> bool:
+    """Whether the files that resuming reads are all there and can be opened."""
+    try:
+        with safe_open(checkpoint / "model.safetensors", "pt"):
+            json.loads((checkpoint / "trainer_state.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError, SafetensorError):
+        return False
+    return all(zipfile.is_zipfile(checkpoint / name) for name in ("optimizer.pt", "scheduler.pt"))
 
 
 def newest_checkpoint(output: Path) -> str | None:
     """Where to resume from; what an interrupted save left is removed."""
     shutil.rmtree(staging(str(output)), ignore_errors=True)
-    return get_last_checkpoint(str(output)) if output.is_dir() else None
+    return next(map(str, reversed(checkpoints(output))), None)
