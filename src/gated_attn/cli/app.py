@@ -73,6 +73,74 @@ def train(
 
 
 @app.command()
+def convert(
+    source: Annotated[Path, typer.Argument(metavar="SRC", help="A folder with config.json and safetensors.")],
+    target: Annotated[Path, typer.Argument(metavar="DST", help="The folder to write; it must not exist.")],
+    to_layout: Annotated[str, typer.Option("--to", metavar="LAYOUT", help="separate, g_proj, gate_proj, w_g, per_head, per_kv_group, flat, group_qgkv or tail_rows.")],
+    from_layout: Annotated[str | None, typer.Option("--from", metavar="LAYOUT", help="The layout of SRC [default: what its config.json records].")] = None,
+    width: Annotated[str | None, typer.Option(help="headwise or elementwise [default: what config.json records].")] = None,
+    modules: Annotated[str, typer.Option(metavar="REGEX", help="Convert only attention modules whose path matches; copy the others.")] = "",
+    json: Json = False,
+) -> None:  # fmt: skip
+    """Rewrite a checkpoint in another gate layout.
+
+    Bit for bit and shard by shard; DST appears only if no tensor is missing, unexpected or written twice.
+    """
+    from gated_attn.cli.convert import run
+
+    run(source, target, from_layout, to_layout, width, modules, as_json=json)
+
+
+@app.command()
+def export(
+    run_folder: Annotated[Path, typer.Argument(help="What `train` wrote, or one of its checkpoints.")],
+    output: Annotated[Path, typer.Argument(help="A new folder, for transformers' from_pretrained.")],
+    target: Annotated[str, typer.Option(help="qwen3, llama, lfm3, qwen3_5_text or laguna; auto takes the first that fits.")] = "auto",
+    json: Json = False,
+) -> None:  # fmt: skip
+    """Turn a run into a transformers model.
+
+    Stock transformers loads it, without gated-attn; it is reloaded and compared before the folder appears.
+    """
+    from gated_attn.cli.export import run
+
+    run(run_folder, output, target, as_json=json)
+
+
+@app.command()
+def attach(
+    model: Annotated[Path, typer.Argument(help="Folder of a transformers model.")],
+    spec: Annotated[str, typer.Argument(help="A gate spec or preset, such as identity.")],
+    output: Annotated[Path, typer.Option("--output", "-o", help="Folder for the gated model.")],
+    cross: Annotated[str | None, typer.Option(help="Another gate, or none, for cross attention.")] = None,
+    layers: Annotated[str | None, typer.Option(help="Layers that get a gate, such as 0-3,7 [default: the spec's].")] = None,
+    names: Annotated[list[str] | None, typer.Option("--name", help="Only attention modules whose name matches, such as 'model.decoder.*'.")] = None,
+    json: Json = False,
+) -> None:  # fmt: skip
+    """Put gates into a saved transformers model.
+
+    The gates are verified before the whole model is written; tokenizer files come along.
+    """
+    from gated_attn.cli.attach import run_attach
+
+    run_attach(model, spec, output, cross, layers, names or [], as_json=json)
+
+
+@app.command()
+def verify(
+    model: Annotated[Path, typer.Argument(help="Folder of a gated transformers model.")],
+    json: Json = False,
+) -> None:
+    """Prove that a model's gates are wired.
+
+    Each gate is shut in turn with all the others, and its block must give exactly what is left then. Exit code 1 if one does not.
+    """
+    from gated_attn.cli.attach import run_verify
+
+    run_verify(model, as_json=json)
+
+
+@app.command()
 def specs(json: Json = False) -> None:
     """List presets and the words of a spec.
 

@@ -1,0 +1,447 @@
+"""Gates in somebody else's model: `attach`, `detach`, `gates`.
+
+No hook, no value kept on a module between calls, no renamed parameter, no copied forward. The class of each attention module
+is swapped for a generated subclass (`swap`), and a gate travels with what it multiplies, as an argument or as more channels.
+
+Shapes: B batch, T tokens, H heads, K key/value heads, E head width, D model width.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from typing import Any, NamedTuple, cast
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from gated_attn.errors import SpecError, UnsupportedError, suggestion
+from gated_attn.gate import Gate
+from gated_attn.hf import families
+from gated_attn.hf.families import Found, Part, Sizes
+from gated_attn.hf.swap import Swapped, check_swappable, swap, unswap
+from gated_attn.spec import GateSpec, as_spec
+
+try:
+    from gated_attn.hf.functions import Handover, register
+except ModuleNotFoundError as _error:  # a model of plain torch needs no transformers
+    if (_error.name or "").partition(".")[0] != "transformers":
+        raise
+
+GATE = "attn_gate"
+"""The gate's name as a child, of the attention module or of the layer whose output it multiplies."""
+
+NOT_DISPATCHING = {
+    "DisentangledSelfAttention": "DeBERTa computes its attention itself, with relative positions in the scores",
+    "BloomAttention": "BLOOM computes its attention itself, with ALiBi and its residual inside",
+    "FalconAttention": "Falcon calls scaled_dot_product_attention itself",
+    "MPNetSelfAttention": "MPNet computes its attention itself",
+    "GPTNeoSelfAttention": "GPT-Neo computes its attention itself",
+}
+"""Attention classes that do not ask transformers for an attention function, so there is no place for a gate's argument."""
+
+
+class ConfigView:
+    """A module's configuration in which the attention implementation goes by its gated name; the rest is the config's own."""
+
+    def __init__(self, config: Any) -> None:
+        self.__dict__["_shown"] = config
+
+    @property
+    def _attn_implementation(self) -> Any:
+        return register(self.__dict__["_shown"]._attn_implementation or "eager")
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.__dict__["_shown"], name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        setattr(self.__dict__["_shown"], name, value)
+
+
+class Follows(Swapped):
+    """A module that hands a gated child's gate on to whatever takes the child's place: a LoRA layer, or what it wrapped."""
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        old = self.__dict__.get("_modules", {}).get(name)
+        super().__setattr__(name, value)
+        if isinstance(old, (GatedLayer, Carrier)) and isinstance(value, nn.Module) and value is not old:
+            _move(cast(nn.Module, old), value)
+
+
+class GatedModule(Follows):
+    """An attention module with a gate. It asks for the gated form of the attention function that the model is set to."""
+
+    @property
+    def config(self) -> Any:
+        config = self.__dict__["config"]
+        return ConfigView(config)
+
+    @config.setter
+    def config(self, value: Any) -> None:
+        self.__dict__["config"] = value
+
+    @property
+    def eager_attention(self) -> Any:
+        return type(self)._eager  # type: ignore[attr-defined]
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        plan: Plan = self.__dict__["_gate_plan"]
+        if plan.inside:
+            handover = Handover(getattr(self, GATE), _hidden(args, kwargs))
+        elif plan.carried:
+            handover = Handover(None, (x := _hidden(args, kwargs)), x[..., : plan.carried])
+        else:
+            handover = Handover(None, _hidden(args, kwargs))
+        out = super().forward(*args, attn_gate=handover, **kwargs)  # type: ignore[misc]
+        if not handover.taken:
+            raise UnsupportedError(
+                f"the gate did not reach the attention function of {self.gated_base.__name__}: this path of its forward does not "
+                "call the one that is set; set another attn_implementation"
+            )
+        return out
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What a swapped module does with a gate; static numbers only.
+
+    Fields:
+        inside: the gate is handed to the attention function.
+        carried: so many channels of x travel behind the module's own output (0: none).
+        outer, inner, start, size: the rows to multiply: the output as (outer, inner) channels, of which `size` from
+            `start` on are gated, in heads of `channels`.
+        axis: how what is carried to here lies behind the input: `all` (last axis), `heads` (axis -2), `heads first` (axis 1).
+        main: how much of that axis is the layer's own input.
+    """
+
+    inside: bool = False
+    carried: int = 0
+    outer: int = 1
+    inner: int = 0
+    start: int = 0
+    size: int = 0
+    channels: int = 1
+    axis: str = ""
+    main: int = 0
+
+
+class GatedLayer(Swapped):
+    """A projection or norm whose output is multiplied by its gate, which reads the layer's input or what travelled with it."""
+
+    def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        plan: Plan = self.__dict__["_gate_plan"]
+        source = x
+        if plan.axis:
+            x, source = _unpack(x, plan)
+        y = super().forward(x, *args, **kwargs)  # type: ignore[misc]
+        if plan.axis == "heads first":
+            return self._gated(y.transpose(1, 2), source).transpose(1, 2)
+        if plan.axis == "heads":
+            return self._gated(y, source)
+        rows = y.unflatten(-1, (plan.outer, plan.inner))
+        before, piece, after = rows.split([plan.start, plan.size, plan.inner - plan.start - plan.size], -1)
+        gated = self._gated(piece.flatten(-2).unflatten(-1, (-1, plan.channels)), source)
+        gated = gated.flatten(-2).unflatten(-1, (plan.outer, plan.size))
+        return torch.cat([before, gated, after], -1).flatten(-2)
+
+    def _gated(self, heads_BTHE: Tensor, source: Tensor) -> Tensor:
+        gate: Gate = getattr(self, GATE)
+        return gate.modulate(heads_BTHE, heads_BTHE if gate.spec.source == "query" else source)
+
+
+class Carrier(Swapped):
+    """A projection behind whose output the first channels of its input travel on, to a gate behind the norm that follows."""
+
+    def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        plan: Plan = self.__dict__["_gate_plan"]
+        y = super().forward(x, *args, **kwargs)  # type: ignore[misc]
+        carried = x[..., : plan.carried].to(y.dtype)
+        return torch.cat([y, F.pad(carried, (0, -plan.carried % plan.channels))], -1)
+
+
+def _unpack(x: Tensor, plan: Plan) -> tuple[Tensor, Tensor]:
+    """(the layer's own input, the channels that travelled with it)."""
+    if plan.axis == "all":
+        return x[..., : plan.main].contiguous(), x[..., plan.main : plan.main + plan.carried]
+    if plan.axis == "heads":
+        return x[..., : plan.main, :].contiguous(), x[..., plan.main :, :].flatten(-2)[..., : plan.carried]
+    x = x.transpose(1, 2)
+    return x[..., : plan.main, :].contiguous().transpose(1, 2), x[..., plan.main :, :].flatten(-2)[..., : plan.carried]
+
+
+def _hidden(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Tensor:
+    return args[0] if args else kwargs["hidden_states"]
+
+
+def attach(
+    model: nn.Module,
+    spec: GateSpec | str | Mapping[str, GateSpec | str | None],
+    *,
+    layers: Iterable[int] | None = None,
+    names: Iterable[str] | None = None,
+) -> nn.Module:
+    """Put gates into a model, in place, and return it (arXiv:2505.06708).
+
+    Args:
+        model: a transformers model whose attention is of a family in `families` (a LoRA model is one too), or else any model
+            with `nn.MultiheadAttention` or timm's attention in it (`plain` says what holds there).
+        spec: the gate, or one for each kind of attention: `{"self": ..., "cross": ...}`. In cross attention an output or
+            query gate reads the query side, a value or key gate the memory.
+        layers: numbers of the layers that get one, instead of the spec's own `layers=`.
+        names: only modules whose name matches one of these patterns, such as `model.decoder.*`.
+
+    With `init=identity` every output of the model stays as it was, bit for bit. The gate is a child `attn_gate` of the
+    attention module, or of the projection (norm, out projection) whose output it multiplies.
+
+    Raises:
+        SpecError: nothing to gate, gates already there, or a layer that the model has not.
+        UnsupportedError: attention that no row serves, or a gate that this family cannot carry, with the reason.
+
+    Example:
+        >>> model = attach(AutoModelForCausalLM.from_pretrained(path), "output:headwise:2sigmoid,init=identity")
+    """
+    if any(isinstance(module, Gate) for module in model.modules()):
+        raise SpecError("this model has gates already; detach(model) first, or name all of them in one attach")
+    found = list(families.find(model))
+    if not found:
+        raise UnsupportedError("no attention that a gate can be attached to", _why_none(model))
+    specs = _by_kind(spec, {row.kind for row in found})
+    return _attach(model, _selected(found, specs, None if layers is None else sorted(set(layers)), names))
+
+
+def attach_each(model: nn.Module, specs: Mapping[str, GateSpec | str]) -> nn.Module:
+    """`attach` with a spec for each attention module by its name; SpecError if one is not there."""
+    if any(isinstance(module, Gate) for module in model.modules()):
+        raise SpecError("this model has gates already; detach(model) first")
+    found = {row.name: row for row in families.find(model)}
+    if missing := [name for name in specs if name not in found]:
+        raise SpecError(
+            f"no attention module is named {missing[0]!r}; there are {', '.join(list(found)[:6])}"
+            + (", ..." if len(found) > 6 else "")
+        )
+    return _attach(model, [(found[name], GateSpec.parse(spec)) for name, spec in specs.items()])
+
+
+def _attach(model: nn.Module, wanted: list[tuple[Found, GateSpec]]) -> nn.Module:
+    from gated_attn.hf import plain  # whose gates are made here
+
+    if wanted[0][0].family in plain.ROWS:
+        return plain.attach_wanted(model, wanted)
+    from gated_attn.hf.whole import swap_pretrained  # which attaches, too
+
+    plans = [(row, *_plan(model, row, own)) for row, own in wanted]  # all of them, before the first is touched
+    for _, _, changes in plans:
+        for change in changes:
+            check_swappable(change.module)
+    for row, gate, changes in plans:
+        gate.train(model.training)
+        for change in changes:
+            swap(change.module, change.mixin)
+            change.module.__dict__["_gate_plan"] = change.plan
+            if change.mixin is GatedModule:
+                type(change.module)._eager = staticmethod(_eager(type(change.module)))  # type: ignore[attr-defined]
+            if change.holds:
+                change.module.add_module(GATE, gate)
+        owner = _owner_of_out(model, row)
+        if gate.spec.position == "dense" and not isinstance(owner, Follows):
+            swap(owner, Follows)
+    swap_pretrained(model)
+    return model
+
+
+def detach(model: nn.Module) -> nn.Module:
+    """Take every gate out again: classes, children and state-dict keys are those from before, to the bit."""
+    if not any(isinstance(module, Gate) for module in model.modules()):
+        raise SpecError("this model has no gates to detach")
+    for module in list(model.modules()):
+        if isinstance(module, Swapped):
+            unswap(module)
+            module.__dict__.pop("_gate_plan", None)
+            module._modules.pop(GATE, None)
+    from gated_attn.hf import plain
+
+    return plain.detach(model)
+
+
+def gates(model: nn.Module) -> dict[str, Gate]:
+    """Every gate by its name in the model; a module that several layers share is one."""
+    return {name: module for name, module in model.named_modules() if isinstance(module, Gate)}
+
+
+def _by_kind(spec: GateSpec | str | Mapping[str, Any], kinds: set[str]) -> dict[str, GateSpec]:
+    if not isinstance(spec, Mapping):
+        one = as_spec(spec)
+        if one is None:
+            raise SpecError("'none' is no gate to attach; leave the model as it is")
+        return dict.fromkeys(kinds, one)
+    for kind in spec:
+        if kind not in ("self", "cross"):
+            raise SpecError(
+                f"unknown kind of attention {kind!r}; legal: self, cross{suggestion(kind, ('self', 'cross'))}"
+            )
+        if kind not in kinds:
+            raise SpecError(
+                f"a gate for {kind} attention, and this model has {' and '.join(sorted(kinds))} attention only"
+            )
+    return {kind: one for kind, text in spec.items() if (one := as_spec(text)) is not None}
+
+
+def _selected(
+    found: list[Found], specs: dict[str, GateSpec], layers: list[int] | None, names: Iterable[str] | None
+) -> list[tuple[Found, GateSpec]]:
+    """The modules that get a gate; SpecError if there are none or a layer asked for is not there."""
+    for kind, spec in specs.items():
+        there = {row.layer for row in found if row.kind == kind}
+        asked = set(spec.layers or () if layers is None else layers)
+        if missing := sorted(asked - there):
+            raise SpecError(
+                f"'layers={missing[0]}': the {kind} attention of this model has layers {min(there)} to {max(there)}"
+            )
+    patterns = None if names is None else list(names)
+    chosen = [
+        (row, specs[row.kind])
+        for row in found
+        if row.kind in specs
+        and (specs[row.kind].applies_to(row.layer) if layers is None else row.layer in layers)
+        and (patterns is None or any(fnmatchcase(row.name, pattern) for pattern in patterns))
+    ]
+    if not chosen:
+        raise SpecError(
+            f"no attention module is named {' or '.join(patterns or [])}; there are {', '.join(row.name for row in found[:6])}"
+            + (", ..." if len(found) > 6 else "")
+        )
+    return chosen
+
+
+class Change(NamedTuple):
+    """One module that changes class, what it does then, and whether it holds the gate."""
+
+    module: nn.Module
+    mixin: type[Swapped]
+    plan: Plan
+    holds: bool = False
+
+
+def _plan(model: nn.Module, row: Found, spec: GateSpec) -> tuple[Gate, list[Change]]:
+    """The gate of one attention module, and what changes class for it."""
+    family, module = row.family, row.module
+    if spec.source == "latent":
+        raise UnsupportedError(
+            f"{row.name}: gate {spec} reads a compressed query, and {family.name} attention has none"
+        )
+    size = families.sizes(module, family)
+    q_layer = families.read(module, family.q.child)
+    dim = families.in_features(q_layer)
+    if spec.position in ("output", "weights"):
+        return make_gate(model, row, spec, dim, size, q_layer), [Change(module, GatedModule, Plan(inside=True), True)]
+    if spec.position == "dense":
+        out, main = out_projection(model, row), size.heads * size.head_dim
+        gate = make_gate(model, row, spec, dim, size, out)
+        carried = max(gate.n_in, 1)
+        behind = Plan(axis="all", main=main, carried=carried, inner=dim, size=dim, channels=dim)
+        return gate, [Change(module, GatedModule, Plan(carried=carried)), Change(out, GatedLayer, behind, True)]
+    letter = spec.position[0]
+    part: Part = {"q": family.q, "k": family.k, "v": family.v}[letter]
+    layer = families.read(module, part.child)
+    gate = make_gate(model, row, spec, families.in_features(layer), size, layer)
+    norm = getattr(module, family.norms["qk".index(letter)], None) if family.norm and letter != "v" else None
+    if norm is None:
+        return gate, [Change(module, Follows, Plan()), Change(layer, GatedLayer, _rows(part, letter, size), True)]
+    assert family.norm is not None
+    groups = size.heads if letter == "q" else size.kv_heads
+    width, carried = groups * size.head_dim, max(gate.n_in if spec.source == "hidden" else 0, 1)
+    behind = Plan(
+        axis=family.norm, main=width if family.norm == "all" else groups, carried=carried, inner=width, size=width,
+        channels=size.head_dim,
+    )  # fmt: skip
+    return gate, [
+        Change(module, Follows, Plan()),
+        Change(layer, Carrier, Plan(carried=carried, channels=size.head_dim)),
+        Change(norm, GatedLayer, behind, True),
+    ]
+
+
+def _rows(part: Part, letter: str, size: Sizes) -> Plan:
+    """Where one of q, k, v lies in what its projection gives."""
+    heads = {"q": size.heads, "k": size.kv_heads, "v": size.kv_heads}
+    if part.layout == "per_head":
+        each = [1] * len(part.order)
+        outer = size.heads
+    else:
+        each = [heads[one] for one in part.order or letter]
+        outer = 1
+    place = (part.order or letter).index(letter)
+    before, here, total = sum(each[:place]), each[place], sum(each)
+    E = size.head_dim
+    return Plan(outer=outer, inner=total * E, start=before * E, size=here * E, channels=E)
+
+
+def make_gate(model: nn.Module, row: Found, spec: GateSpec, dim: int, size: Sizes, beside: nn.Module) -> Gate:
+    """A new gate in the dtype that the model computes in, on the device of the layer beside it, that no loader re-initialises."""
+    if any(parameter.numel() == 0 for parameter in row.module.parameters()):
+        raise UnsupportedError(
+            f"{row.name} has parameters of size 0, whose values another process keeps (ZeRO-3); attach before deepspeed.initialize"
+        )
+    weight = cast(Tensor, getattr(beside, "weight", None))
+    weight = weight if isinstance(weight, Tensor) else next(beside.parameters())
+    dtype = weight.dtype
+    if not dtype.is_floating_point:  # quantised: the gate is a plain linear layer in the compute dtype
+        dtype = next((p.dtype for p in model.parameters() if p.is_floating_point()), torch.get_default_dtype())
+    hook = getattr(
+        beside, "_hf_hook", None
+    )  # accelerate's, which brings offloaded weights from the meta device to this one
+    offloaded = getattr(hook, "execution_device", None) if weight.device.type == "meta" else None
+    device = weight.device if offloaded is None else offloaded
+    gate = Gate(spec, dim, size.heads, kv_heads=size.kv_heads, head_dim=size.head_dim, device=device, dtype=dtype)
+    for thing in [*gate.modules(), *gate.parameters()]:
+        setattr(thing, "_is_hf_initialized", True)  # noqa: B010 - transformers' word on modules and tensors alike
+    return gate
+
+
+def out_projection(model: nn.Module, row: Found) -> nn.Module:
+    """The out projection of an attention module, which may be a child of the module's parent."""
+    if not row.family.out.startswith("../"):
+        return families.read(row.module, row.family.out)
+    return families.read(model.get_submodule(row.name.rpartition(".")[0]), row.family.out.removeprefix("../"))
+
+
+def _owner_of_out(model: nn.Module, row: Found) -> nn.Module:
+    """The module that has the out projection as a child."""
+    parent = row.family.out.removeprefix("../").rpartition(".")[0]
+    if not row.family.out.startswith("../"):
+        return row.module
+    return families.read(model.get_submodule(row.name.rpartition(".")[0]), parent)
+
+
+def _eager(base: type) -> Any:
+    """The eager attention function of the file that the class comes from."""
+    for cls in base.__mro__:
+        found = getattr(sys.modules.get(cls.__module__), "eager_attention_forward", None)
+        if found is not None:
+            return found
+    return _no_eager
+
+
+def _no_eager(module: nn.Module, *_: Any, **__: Any) -> Any:
+    raise UnsupportedError(f"{type(module).__name__} has no eager attention; set another attn_implementation")
+
+
+def _move(old: nn.Module, new: nn.Module) -> None:
+    """Make `new`, which takes the place of a gated layer, the gated one."""
+    mixin, plan, gate = type(old).gated_mixin, old.__dict__.pop("_gate_plan"), old._modules.pop(GATE, None)  # type: ignore[attr-defined]
+    unswap(old)
+    swap(new, mixin)
+    new.__dict__["_gate_plan"] = plan
+    if gate is not None:
+        new.add_module(GATE, gate)
+
+
+def _why_none(model: nn.Module) -> dict[str, str]:
+    """A reason for each kind of module that looks like attention."""
+    found = {type(module).__name__ for module in model.modules() if "attention" in type(module).__name__.lower()}
+    rows = ", ".join(family.name for family in families.FAMILIES)
+    known = f"not of a known family ({rows}), and neither nn.MultiheadAttention nor timm's Attention, AttentionRope or EvaAttention"
+    return {name: NOT_DISPATCHING.get(name, known) for name in sorted(found)}

@@ -1,0 +1,418 @@
+"""A checkpoint in one gate layout -> the same checkpoint in another, shard by shard: the work of `gated-attn convert`.
+
+Three steps. Plan: the headers alone say which tensors there are, and the conversion runs once on tensors without storage, so
+that whatever does not fit is found before a byte is written. Write: one shard at a time, into a folder beside the target. Check:
+the written headers are compared with the plan, and the folder is renamed into place.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import secrets
+import shutil
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from gated_attn.codec import write_text
+from gated_attn.errors import CheckpointError, GatedAttnError, SpecError, UnsupportedError
+from gated_attn.hf import layouts
+from gated_attn.hf.layouts import LAYOUTS, Layout, Sizes
+from gated_attn.spec import GateSpec
+
+CONFIG, INDEX = "config.json", "model.safetensors.index.json"
+NOTE = "gated_attn"
+"""Key of config.json under which a checkpoint's layout, width and (optional) spec are recorded."""
+
+READ_AS = {
+    **dict.fromkeys(("qwen3_next", "qwen3_5", "qwen3_5_text", "qwen3_5_moe", "qwen3_5_moe_text"), "per_head"),
+    **dict.fromkeys(("qwen4_exp", "qwen4_exp_text"), "per_head"),
+    **dict.fromkeys(("lfm3", "laguna", "step3p5", "step3p7"), "g_proj"),
+    **dict.fromkeys(("afmoe", "hrm_text"), "gate_proj"),
+}
+"""model_type -> the layout in which transformers reads it."""
+
+WEIGHT_FILES = (".safetensors", ".bin", ".bin.index.json", ".pt", ".pth", ".ckpt", ".h5", ".msgpack", ".gguf", ".onnx")
+# Submodules that only an attention module of some layout has; below a module of another layout they are a contradiction.
+KNOWN = tuple(sorted({name for layout in LAYOUTS.values() for name in layout.names.values()} | {"attn_gate"}))
+
+
+@dataclass(frozen=True)
+class Converted:
+    """What `convert_checkpoint` did: how many attention modules, tensors and shards it wrote, and notes for people."""
+
+    source: str
+    target: str
+    width: str
+    modules: int
+    tensors: int
+    shards: int
+    notes: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Stored:
+    """A tensor as a header describes it: file name, shape and dtype."""
+
+    shard: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+
+@dataclass(frozen=True)
+class Job:
+    """The weights, or the biases, of one attention module: key -> name, before and after."""
+
+    sizes: Sizes
+    width: str
+    source: Mapping[str, str]
+    target: Mapping[str, str]
+
+
+@dataclass
+class Plan:
+    """Per output shard the jobs and the copies (old name -> new name); and every tensor that must come out of it."""
+
+    before: Layout
+    after: Layout
+    jobs: dict[str, list[Job]] = field(default_factory=dict)
+    copies: dict[str, dict[str, str]] = field(default_factory=dict)
+    made: list[tuple[str, Stored]] = field(default_factory=list)
+    used: set[str] = field(default_factory=set)
+    problems: list[tuple[str, str]] = field(default_factory=list)
+    modules: int = 0
+
+    def copy(self, name: str, one: Stored, new: str) -> None:
+        self.copies.setdefault(one.shard, {})[name] = new
+        self.made.append((new, one))
+        self.used.add(name)
+
+
+def convert_checkpoint(
+    source: str | Path,
+    target: str | Path,
+    from_layout: str | None,
+    to_layout: str,
+    *,
+    width: str | None = None,
+    modules: str = "",
+) -> Converted:
+    """Convert every gated attention module of a folder of safetensors; `target` appears whole or not at all.
+
+    Args:
+        source, target: folders; the target must not exist. Sizes come from the source's config.json.
+        from_layout, to_layout: names in `layouts.LAYOUTS`; from_layout may be None where config.json records it.
+        width: headwise or elementwise; may be None where config.json records it, or a spec.
+        modules: regular expression, searched in the modules' paths; other modules are copied as they are.
+
+    Raises CheckpointError naming missing, unexpected and duplicate tensors, ShapeError for rows that do not fit, SpecError for a
+    layout or width that config.json contradicts, UnsupportedError for gates that a layout cannot hold.
+    """
+    source, target = Path(source), Path(target)
+    if target.exists() or target.is_symlink():
+        raise CheckpointError(f"{target} exists and is not overwritten: choose another folder, or remove it first")
+    if target.resolve().is_relative_to(source.resolve()):
+        raise CheckpointError(f"{target} lies inside {source}: choose a folder beside it")
+    config = _read_json(source / CONFIG)
+    note = config.get(NOTE) or {}
+    if not isinstance(note, dict):
+        raise CheckpointError(f"{source / CONFIG}: {NOTE!r} is {note!r}; it holds an object with layout and width")
+    spec = _spec(note.get("spec"))
+    before = layouts.find(_settled("layout", from_layout, note.get("layout"), "--from"))
+    after = layouts.find(to_layout)
+    width = _settled("width", width, note.get("width") or (spec.width if spec else None), "--width")
+    native = next((kind for kind in _model_types(config) if kind in READ_AS), None)
+    if native and "layout" not in note and READ_AS[native] != before.name:
+        raise SpecError(
+            f"transformers reads model_type {native!r} as {READ_AS[native]}, which contradicts layout {before.name}; if the "
+            f'weights are {before.name} all the same, record it in {source / CONFIG}: "{NOTE}": {{"layout": "{before.name}"}}'
+        )
+    stored = inventory(source)
+    plan = make_plan(stored, config, before, after, width, spec, modules)
+    target.parent.mkdir(parents=True, exist_ok=True)
+    draft = target.with_name(f".{target.name}.{secrets.token_hex(4)}.tmp")
+    try:
+        draft.mkdir()
+        skipped = _copy_files(source, draft)
+        record = {**config, NOTE: {**note, "layout": after.name, "width": width}}
+        write_text(draft / CONFIG, json.dumps(record, indent=2, ensure_ascii=False) + "\n")
+        shards = _write_shards(source, draft, stored, plan)
+        _check(draft, plan)
+        draft.rename(target)
+    except BaseException:
+        shutil.rmtree(draft, ignore_errors=True)
+        raise
+    notes = [f"not copied, since weights in it would be in the old layout: {', '.join(skipped)}"] if skipped else []
+    if native and READ_AS[native] != after.name:
+        notes.append(
+            f"transformers reads model_type {native!r} as {READ_AS[native]}: do not load {target} with its Auto classes"
+        )
+    return Converted(before.name, after.name, width, plan.modules, len(plan.made), shards, tuple(notes))
+
+
+def inventory(folder: Path) -> dict[str, Stored]:
+    """Name -> what the headers of a folder's safetensors say; CheckpointError where they and the index disagree."""
+    files = sorted(path.name for path in folder.glob("*.safetensors"))
+    index = _read_json(folder / INDEX).get("weight_map", {}) if (folder / INDEX).exists() else None
+    if index is None and len(files) != 1:
+        raise CheckpointError(
+            f"{folder} has {len(files)} safetensors files and no {INDEX}: one file, or an index, is needed"
+        )
+    found: dict[str, Stored] = {}
+    places: dict[str, list[str]] = {}
+    for file in files:
+        with _opened(folder / file) as handle:
+            for name in handle.keys():  # noqa: SIM118 - not a mapping
+                part = handle.get_slice(name)
+                shape = tuple(part.get_shape())
+                found[name] = Stored(file, shape, part[:0].dtype if shape else handle.get_tensor(name).dtype)
+                places.setdefault(name, []).append(file)
+    problems = [("duplicate", f"{name} in {' and '.join(where)}") for name, where in places.items() if len(where) > 1]
+    for name, file in (index or {}).items():
+        if file not in places.get(name, []):
+            problems.append(("missing", f"{name}, in {file} according to {INDEX}"))
+    if index is not None:
+        problems += [("unexpected", f"{name}, not in {INDEX}") for name in found if name not in index]
+    _refuse(folder, problems)
+    return found
+
+
+def make_plan(
+    stored: Mapping[str, Stored],
+    config: Mapping[str, Any],
+    before: Layout,
+    after: Layout,
+    width: str,
+    spec: GateSpec | None = None,
+    modules: str = "",
+) -> Plan:
+    """Which tensors become which: every stored tensor is used once and every planned one has one origin."""
+    plan = Plan(before, after)
+    found = _attention_modules(stored, before, modules)
+    if not found:
+        raise CheckpointError(
+            f"no attention module of layout {before.name} among {len(stored)} tensors: no path"
+            + (f" that matches {modules!r}" if modules else "")
+            + f" has {' and '.join(before.names[key] for key in before.tensors if key != 'gate')}; check --from"
+        )
+    for parent, below in found.items():
+        layer = next((int(part) for part in parent.split(".") if part.isdecimal()), 0)
+        gated = spec is None or spec.applies_to(layer)
+        _plan_module(plan, stored, parent, below, _sizes(config, layer), width if gated else "none")
+    for name, one in stored.items():
+        if name in plan.used:
+            continue
+        path, is_gate, _ = name.rpartition(f".{before.names.get('gate', '?')}.")
+        if is_gate and not modules and path + "." not in found and f"{path}.up_proj.weight" not in stored:
+            plan.problems.append(
+                ("unexpected", f"{name}: a gate without queries beside it; name the gated modules with --modules")
+            )
+        plan.copy(name, one, name)
+    times = Counter(name for name, _ in plan.made)
+    plan.problems += [("duplicate", f"{name}, from {n} origins") for name, n in times.items() if n > 1]
+    _refuse(
+        "the checkpoint", plan.problems, f"; check that its layout is {before.name} and all attention modules are gated"
+    )
+    return plan
+
+
+def _attention_modules(stored: Mapping[str, Stored], layout: Layout, modules: str) -> dict[str, list[str]]:
+    """Path with its dot -> the tensors below it, for modules that have queries, keys or values in this layout's names."""
+    try:
+        wanted = re.compile(modules)
+    except re.error as error:
+        raise SpecError(f"{modules!r} is not a regular expression: {error}") from None
+    names = "|".join(re.escape(layout.names[key]) for key in layout.tensors if key != "gate")
+    pattern = re.compile(rf"(|.*?\.)(?:{names})\..+")
+    found: dict[str, list[str]] = {}
+    for name in stored:
+        match = pattern.fullmatch(name)
+        if match and wanted.search(match[1]):
+            found[match[1]] = []
+    for name in stored:
+        parts = name.split(".")
+        for path in (".".join([*parts[:i], ""]) for i in range(len(parts))):
+            if path in found:
+                found[path].append(name)
+    return found
+
+
+def _plan_module(
+    plan: Plan, stored: Mapping[str, Stored], parent: str, below: list[str], sizes: Sizes, width: str
+) -> None:
+    before, after = plan.before, plan.after
+    plan.modules += 1
+    needed = [key for key in before.tensors if before.rows(key, sizes, width)]
+    absent = [("missing", f"{parent}{before.names[key]}.weight") for key in needed
+              if f"{parent}{before.names[key]}.weight" not in stored]  # fmt: skip
+    movable = {f"{parent}{before.names[key]}.{suffix}" for key in needed for suffix in ("weight", "bias")}
+    kept = f"{parent}{before.names['out']}."
+    extra = [name for name in below if name not in movable and not name.startswith(kept)
+             and name.startswith(tuple(f"{parent}{known}." for known in KNOWN))]  # fmt: skip
+    why = f"not a weight or bias of layout {before.name}" + (" in a layer without a gate" if width == "none" else "")
+    plan.problems += absent + [("unexpected", f"{name}: {why}") for name in extra]
+    plan.used |= {*extra}
+    if absent:
+        plan.used |= {*below}
+        return
+    for name in below:
+        if name.startswith(kept):
+            plan.copy(name, stored[name], f"{parent}{after.names['out']}.{name[len(kept) :]}")
+    for suffix in ("weight", "bias"):
+        names = {key: f"{parent}{before.names[key]}.{suffix}" for key in needed}
+        names = {key: name for key, name in names.items() if name in stored}
+        if not names:
+            continue
+        empty = {
+            key: torch.empty(stored[name].shape, dtype=stored[name].dtype, device="meta") for key, name in names.items()
+        }
+        try:
+            made = layouts.convert(empty, sizes, before.name, after.name, width=width)
+        except GatedAttnError as error:
+            raise type(error)(f"{parent}*.{suffix}: {error}") from error
+        target = {key: f"{parent}{after.names[key]}.{suffix}" for key in made}
+        shard = stored[next(iter(names.values()))].shard
+        plan.jobs.setdefault(shard, []).append(Job(sizes, width, names, target))
+        plan.made += [(target[key], Stored(shard, tuple(one.shape), one.dtype)) for key, one in made.items()]
+        plan.used |= {*names.values()}
+
+
+def _write_shards(source: Path, draft: Path, stored: Mapping[str, Stored], plan: Plan) -> int:
+    """One output shard at a time, with the parts of a module that lie in other shards; the number of files."""
+    files = sorted({one.shard for _, one in plan.made})
+    for file in files:
+        with _Reader(source, stored) as reader:
+            tensors = {new: reader.read(name) for name, new in plan.copies.get(file, {}).items()}
+            for job in plan.jobs.get(file, []):
+                given = {key: reader.read(name) for key, name in job.source.items()}
+                made = layouts.convert(given, job.sizes, plan.before.name, plan.after.name, width=job.width)
+                tensors |= {job.target[key]: tensor for key, tensor in made.items()}
+            try:
+                save_file(tensors, draft / file, metadata=reader.handle(file).metadata() or {"format": "pt"})
+            except SafetensorError as error:
+                raise CheckpointError(f"{file} could not be written to {draft.parent}: {error}") from error
+            del tensors
+    if (source / INDEX).exists():
+        size = sum(torch.Size(one.shape).numel() * one.dtype.itemsize for _, one in plan.made)
+        metadata = {**_read_json(source / INDEX).get("metadata", {}), "total_size": size}
+        weight_map = {name: one.shard for name, one in sorted(plan.made, key=lambda pair: pair[0])}
+        write_text(draft / INDEX, json.dumps({"metadata": metadata, "weight_map": weight_map}, indent=2) + "\n")
+    return len(files)
+
+
+class _Reader(ExitStack):
+    """Tensors by name, from files that are opened when first asked for and closed with the reader."""
+
+    def __init__(self, source: Path, stored: Mapping[str, Stored]) -> None:
+        super().__init__()
+        self.source, self.stored = source, stored
+        self.handles: dict[str, Any] = {}
+
+    def handle(self, file: str) -> Any:
+        if file not in self.handles:
+            self.handles[file] = self.enter_context(_opened(self.source / file))
+        return self.handles[file]
+
+    def read(self, name: str) -> Tensor:
+        return self.handle(self.stored[name].shard).get_tensor(name)
+
+
+def _check(draft: Path, plan: Plan) -> None:
+    """Read the written headers back: every planned tensor once, with its shape and dtype, and nothing else."""
+    expected, written = dict(plan.made), inventory(draft)
+    problems = [("missing", name) for name in expected if name not in written]
+    problems += [("unexpected", name) for name in written if name not in expected]
+    problems += [("wrong", f"{name} is {written[name]}, planned {one}") for name, one in expected.items()
+                 if name in written and written[name] != one]  # fmt: skip
+    _refuse("what was written", problems)
+
+
+def _copy_files(source: Path, draft: Path) -> list[str]:
+    """Everything but weights, hidden files and what is rewritten; the other files of weights, by name."""
+    skipped = []
+    for path in sorted(source.rglob("*")):
+        name = path.relative_to(source)
+        if not path.is_file() or any(part.startswith(".") for part in name.parts) or str(name) in (CONFIG, INDEX):
+            continue
+        if path.name.endswith(WEIGHT_FILES):
+            skipped += [] if path.suffix == ".safetensors" and path.parent == source else [str(name)]
+            continue
+        (draft / name).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copyfile(path, draft / name)
+    return skipped
+
+
+@contextmanager
+def _opened(path: Path) -> Iterator[Any]:
+    try:
+        handle = safe_open(path, framework="pt")
+    except (SafetensorError, OSError) as error:
+        raise CheckpointError(f"{path} cannot be read as safetensors: {error}") from error
+    with handle as opened:
+        yield opened
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    try:
+        data = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{path} cannot be read as JSON: {error}") from error
+    if not isinstance(data, dict):
+        raise CheckpointError(f"{path} holds a {type(data).__name__}, not a JSON object")
+    return data
+
+
+def _settled(what: str, asked: str | None, recorded: str | None, option: str) -> str:
+    if asked and recorded and asked != recorded:
+        raise SpecError(f"{option} {asked} contradicts {CONFIG}, which records {what} {recorded!r}: leave {option} out")
+    if not (asked or recorded):
+        raise SpecError(f"{CONFIG} records no {what}, and a {what} is never guessed from a shape: pass {option}")
+    return str(asked or recorded)
+
+
+def _spec(text: Any) -> GateSpec | None:
+    if text is None:
+        return None
+    spec = GateSpec.parse(text)
+    plain = spec.position == "output" and spec.source == "hidden" and spec.rank is None and spec.in_features is None
+    if not plain or spec.width not in layouts.WIDTHS or spec.fill:
+        raise UnsupportedError(
+            f"gate {spec} has no layout: only output gates, headwise or elementwise, from the whole hidden state and without a "
+            f"rank or fill can be stored as rows beside the queries"
+        )
+    return spec
+
+
+def _model_types(config: Mapping[str, Any]) -> list[str]:
+    return [str(part.get("model_type")) for part in (config, config.get("text_config") or {})]
+
+
+def _sizes(config: Mapping[str, Any], layer: int) -> Sizes:
+    text = config if "num_attention_heads" in config else config.get("text_config") or {}
+    per_layer = text.get("num_attention_heads_per_layer")
+    heads = per_layer[layer] if per_layer and layer < len(per_layer) else text.get("num_attention_heads")
+    head_dim = text.get("head_dim") or (heads and text.get("hidden_size", 0) // heads)
+    if not heads or not head_dim:
+        raise CheckpointError(
+            f"{CONFIG} needs num_attention_heads, and head_dim or hidden_size: found {heads} and {head_dim}"
+        )
+    return Sizes(heads, text.get("num_key_value_heads") or heads, head_dim)
+
+
+def _refuse(where: object, problems: list[tuple[str, str]], advice: str = "") -> None:
+    if not problems:
+        return
+    counts = Counter(kind for kind, _ in problems)
+    lines = [f"\n  {kind}: {what}" for kind, what in problems[:20]]
+    more = [f"\n  and {len(problems) - 20} more"] if len(problems) > 20 else []
+    total = ", ".join(f"{count} {kind}" for kind, count in counts.items())
+    raise CheckpointError(f"{where} has {total} tensors{advice}:" + "".join(lines + more))

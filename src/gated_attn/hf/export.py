@@ -1,0 +1,385 @@
+"""`export`: a gated model as a folder that stock transformers loads, with no code of ours, and that is checked to be the same.
+
+Shapes: B batch, T tokens, V vocabulary, D model width, H heads, E head width, G gate width (1 or E).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import json
+import os
+import secrets
+import shutil
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from gated_attn.errors import MissingExtraError, UnsupportedError, VerificationError, suggestion
+from gated_attn.hf.canonical import LLAMA, NORMS, PROJECTIONS, Canonical, GateWeights, canonical, paths
+
+TOLERANCE = 1e-5
+"""Largest difference between source and export that float32 rounding explains, as a share of the largest logit."""
+
+NEW_TOKENS = 16
+
+
+@dataclass(frozen=True)
+class Target:
+    """How one stock architecture writes a `Canonical`.
+
+    Fields:
+        names: canonical module -> path there.
+        options: the part of its configuration that no other target shares.
+        activation: of its gate; None has no gate.
+        elementwise: whether its gate may have one value per channel.
+        qk_norm: whether it normalises queries and keys.
+        fused: q_proj holds [query; gate] per head, so the gate has a bias where q_proj has.
+        zero_centred: its norms multiply by 1 + weight.
+        partial: whether it can rotate a part of the channels only.
+    """
+
+    names: Mapping[str, str]
+    options: Callable[[Canonical], dict[str, Any]]
+    activation: str | None = None
+    elementwise: bool = False
+    qk_norm: bool = True
+    fused: bool = False
+    zero_centred: bool = False
+    partial: bool = False
+
+
+def _kinds(c: Canonical) -> list[str]:
+    return ["full_attention"] * c.sizes["num_hidden_layers"]
+
+
+_LFM3 = {
+    **LLAMA, "norm": "model.embedding_norm", "attn_norm": "model.layers.{i}.operator_norm", "ffn_norm": "model.layers.{i}.ffn_norm",
+    "gate": "model.layers.{i}.self_attn.g_proj", "ffn_gate": "model.layers.{i}.feed_forward.w1",
+    "ffn_up": "model.layers.{i}.feed_forward.w3", "ffn_down": "model.layers.{i}.feed_forward.w2",
+}  # fmt: skip
+
+TARGETS: dict[str, Target] = {
+    "qwen3": Target(LLAMA, lambda c: {"rope_parameters": c.rope, "layer_types": _kinds(c)}),
+    "llama": Target(LLAMA, lambda c: {"rope_parameters": c.rope}, qk_norm=False),
+    "lfm3": Target(
+        _LFM3,
+        lambda c: {
+            "rope_parameters": {"full_attention": c.rope}, "layer_types": _kinds(c), "use_attention_gate": True,
+            "use_sandwich_norm": False, "norm_eps": c.sizes["rms_norm_eps"],
+        },
+        activation="sigmoid",
+    ),
+    "qwen3_5_text": Target(
+        LLAMA, lambda c: {"rope_parameters": c.rope, "layer_types": _kinds(c)}, activation="sigmoid", elementwise=True,
+        fused=True, zero_centred=True, partial=True,
+    ),
+    "laguna": Target(
+        {**LLAMA, "gate": "model.layers.{i}.self_attn.g_proj"},
+        lambda c: {
+            "rope_parameters": {"full_attention": c.rope}, "layer_types": _kinds(c),
+            "mlp_layer_types": ["dense"] * c.sizes["num_hidden_layers"],
+            "gating": "per-element" if _width(c) > 1 else "per-head",
+        },
+        activation="softplus", elementwise=True, partial=True,
+    ),
+}  # fmt: skip
+"""model_type -> how to write it, in the order that `auto` tries them."""
+
+ENGINES = {"qwen3_5_text": {"full_attention_interval": 1, "attn_output_gate": True}}
+"""Keys that other engines read from config.json (llama.cpp, vLLM) and transformers does not need."""
+
+
+@dataclass(frozen=True)
+class ExportReport:
+    """What was written and how far it is from its source.
+
+    error and padded_error are the largest absolute differences of logits on random tokens, without padding and at the real
+    tokens of a batch padded on both sides; tolerance is what was allowed. `tokens` generated tokens were the same.
+    """
+
+    folder: Path
+    target: str
+    parameters: int
+    error: float
+    padded_error: float
+    tolerance: float
+    tokens: int
+    notes: tuple[str, ...] = ()
+
+
+def export(
+    model: nn.Module, folder: str | os.PathLike[str], target: str = "auto", *, context: int | None = None
+) -> ExportReport:
+    """Write `model` as a stock transformers model, reload it with `AutoModelForCausalLM`, and compare.
+
+    Args:
+        model: a `Decoder`, or transformers' Qwen3 (Llama) with gates attached at `self_attn.attn_gate`.
+        folder: where to; it appears when everything in it has been verified, and must not exist.
+        target: a name in `TARGETS`, or "auto", the first that fits: `qwen3` or `llama` without gates, `lfm3` for headwise and
+            `qwen3_5_text` for other sigmoid gates, `laguna` for softplus. `qwen3_5_text` takes headwise gates too, each row
+            once per channel. 2sigmoid becomes sigmoid with doubled out projections, and a layer without a gate next to gated
+            ones a gate of 1/2 with the same: both exact.
+        context: max_position_embeddings of the configuration; default the model's own, 2048 for a Decoder.
+
+    Raises:
+        UnsupportedError: no target, or not the one asked for, can express the model; a reason for each.
+        VerificationError: the reloaded model differs: missing or unexpected keys, logits, greedy tokens.
+        FileExistsError: the folder is there.
+
+    Example:
+        >>> export(Decoder(config), "out").target
+        'lfm3'
+    """
+    _transformers()
+    final = Path(folder)
+    if final.exists():
+        raise FileExistsError(f"{final} exists; name a new folder, or remove it first")
+    source = canonical(model, context)
+    name = _choose(source, target)
+    final.parent.mkdir(parents=True, exist_ok=True)
+    draft = final.with_name(f".{final.name}.{secrets.token_hex(4)}.tmp")
+    try:
+        parameters = _write(name, source, draft)
+        if (generation := getattr(model, "generation_config", None)) is not None:
+            generation.save_pretrained(draft)
+        error, padded, allowed = verify_export(model, draft)
+        draft.rename(final)
+    finally:
+        shutil.rmtree(draft, ignore_errors=True)
+    return ExportReport(final, name, parameters, error, padded, allowed, 2 * NEW_TOKENS, _notes(TARGETS[name], source))
+
+
+@torch.no_grad()
+def verify_export(model: nn.Module, folder: str | os.PathLike[str]) -> tuple[float, float, float]:
+    """(largest error of the logits, the same at the real tokens of a padded batch, what is allowed), all in float32.
+
+    Raises VerificationError for a missing, unexpected or reshaped tensor, a larger error, or a `generate` (with cache) that
+    chooses another token than the source does without one.
+    """
+    with _no_progress_bar():
+        loaded, info = _transformers().AutoModelForCausalLM.from_pretrained(
+            folder, dtype=torch.float32, output_loading_info=True, ignore_mismatched_sizes=True, local_files_only=True
+        )
+    loaded.generation_config = _transformers().GenerationConfig()  # no end of text, no sampling
+    wrong = {kind: sorted(map(str, found)) for kind, found in info.items() if found}
+    if wrong:
+        told = "; ".join(f"{len(found)} {kind}, such as {found[0]}" for kind, found in wrong.items())
+        raise VerificationError(f"transformers does not load the export whole: {told}")
+    source, loaded = copy.deepcopy(model).cpu().float().eval(), loaded.eval()
+    generator = torch.Generator().manual_seed(0)
+    vocab, longest = loaded.config.vocab_size, loaded.config.max_position_embeddings
+    tokens_BT = torch.randint(vocab, (3, min(24, longest)), generator=generator)
+    mask_BT = torch.ones_like(tokens_BT)
+    mask_BT[1, : tokens_BT.shape[1] // 3] = 0
+    mask_BT[2, tokens_BT.shape[1] // 2 :] = 0
+    errors, scale = [], 0.0
+    for mask in (None, mask_BT):
+        want_BTV, got_BTV = (m(input_ids=tokens_BT, attention_mask=mask).logits for m in (source, loaded))
+        real = slice(None) if mask is None else mask.bool()
+        scale = max(scale, float(want_BTV[real].abs().max()))
+        errors.append(float((got_BTV - want_BTV)[real].abs().max()))
+    for kind, error in zip(("random tokens", "a padded batch"), errors, strict=True):
+        if not error <= TOLERANCE * scale:
+            raise VerificationError(
+                f"logits on {kind} differ by up to {error:.3g}, and {TOLERANCE * scale:.3g} is float32 rounding "
+                f"({TOLERANCE:g} of the largest, {scale:.3g}); nothing was written"
+            )
+    _same_tokens(source, loaded, tokens_BT[:2, : max(1, min(5, longest - NEW_TOKENS))])
+    return errors[0], errors[1], TOLERANCE * scale
+
+
+def _same_tokens(source: nn.Module, loaded: Any, prompt_BT: Tensor) -> None:
+    want_BT = prompt_BT
+    for _ in range(NEW_TOKENS):
+        want_BT = torch.cat([want_BT, source(input_ids=want_BT).logits[:, -1:].argmax(-1)], 1)
+    got_BT = loaded.generate(
+        prompt_BT,
+        attention_mask=torch.ones_like(prompt_BT),
+        do_sample=False,
+        use_cache=True,
+        max_new_tokens=NEW_TOKENS,
+    )
+    if not torch.equal(want_BT, got_BT):
+        raise VerificationError(
+            f"greedy generation differs: the source goes on {want_BT[:, prompt_BT.shape[1]:].tolist()}, the export "
+            f"{got_BT[:, prompt_BT.shape[1]:].tolist()}; nothing was written"
+        )  # fmt: skip
+
+
+def _choose(source: Canonical, target: str) -> str:
+    """The target's name, or the first that fits; UnsupportedError with each one's reasons."""
+    if target != "auto" and target not in TARGETS:
+        raise UnsupportedError(
+            f"unknown target {target!r}; known: auto, {', '.join(TARGETS)}{suggestion(target, ['auto', *TARGETS])}"
+        )
+    if source.reasons:
+        raise UnsupportedError(
+            f"target={target!r}: this model cannot be exported", {"every target": "; ".join(source.reasons)}
+        )
+    refused = {name: "; ".join(why_not(name, source)) for name in TARGETS}
+    fits = [name for name, reason in refused.items() if not reason]
+    if target == "auto" and fits:
+        return fits[0]
+    if target in fits:
+        return target
+    hint = f"; {' and '.join(fits)} can" if fits else ""
+    asked = refused if target == "auto" else {target: refused[target]}
+    raise UnsupportedError(f"target={target!r} cannot express this model{hint}", asked)
+
+
+def why_not(name: str, c: Canonical) -> list[str]:
+    """What keeps this target, of all, from expressing the model; empty if it can."""
+    target, gated = TARGETS[name], [gate for gate in c.gates if gate is not None]
+    ungated = [i for i, gate in enumerate(c.gates) if gate is None]
+    others = sorted({gate.activation for gate in gated} - {target.activation})
+    biased = any(gate.bias_HG is not None for gate in gated)
+    rotated = c.rope.get("partial_rotary_factor", 1.0)
+    lossy = _lossy_norms(c) if target.zero_centred else []
+    reasons = [
+        why
+        for refused, why in (
+            (target.activation is None and gated, "it has no gate"),
+            (target.activation and others, f"its gate is {target.activation}, the model has {', '.join(others)}"),
+            (target.activation == "softplus" and ungated, f"layers {ungated} have no gate, and softplus(0) is no power of 2"),
+            (target.activation and not target.elementwise and _width(c) > 1, f"its gate has 1 value per head, not {_width(c)}"),
+            (target.activation and not target.fused and biased, "its gate has no bias"),
+            (target.qk_norm and not c.qk_norm, "it normalises queries and keys, which no norm weight undoes; train with qk_norm"),
+            (not target.qk_norm and c.qk_norm, "it does not normalise queries and keys"),
+            (not target.partial and rotated != 1, f"it rotates every channel of a head, the model a share of {rotated:g}"),
+            (lossy, f"it stores norm weights less 1, not exact in {c.dtype} ({', '.join(lossy[:2])}); export model.float()"),
+        )
+        if refused
+    ]  # fmt: skip
+    if not reasons:
+        from huggingface_hub.errors import StrictDataclassError
+
+        try:  # sizes that its configuration refuses, or an architecture that this transformers does not have
+            _config(name, c)
+        except (ValueError, StrictDataclassError) as error:
+            reasons.append(" ".join(str(error).split()))
+    return reasons
+
+
+def _lossy_norms(c: Canonical) -> list[str]:
+    """Norms whose w - 1 a narrow dtype cannot hold; float32's own rounding is within the tolerance."""
+    if torch.finfo(c.dtype).eps <= torch.finfo(torch.float32).eps:
+        return []
+    norms = {name: t.float() for name, t in c.tensors.items() if _module(name) in NORMS}
+    return [name for name, w in norms.items() if not torch.equal((w - 1).to(c.dtype).float() + 1, w)]
+
+
+def _write(name: str, c: Canonical, folder: Path) -> int:
+    """config.json and the weights; the number of parameters."""
+    from huggingface_hub import save_torch_state_dict
+
+    tensors = state_dict(name, c)
+    folder.mkdir()
+    _config(name, c).save_pretrained(folder)
+    config = json.loads((folder / "config.json").read_text(encoding="utf-8")) | ENGINES.get(name, {})
+    if TARGETS[name].partial and name in ENGINES:  # at the top level too, where llama.cpp looks for it
+        config["partial_rotary_factor"] = c.rope["partial_rotary_factor"]
+    (folder / "config.json").write_text(json.dumps(config, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+    save_torch_state_dict(tensors, folder, metadata={"format": "pt"})
+    return sum(tensor.numel() for tensor in tensors.values())
+
+
+def _config(name: str, c: Canonical) -> Any:
+    """The configuration object of this target."""
+    transformers = _transformers()
+    options = {**c.sizes, "attention_bias": c.has_bias, **TARGETS[name].options(c)}
+    config = transformers.AutoConfig.for_model(name, **options)
+    config.architectures = [transformers.models.auto.modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[name]]
+    config.dtype = str(c.dtype).removeprefix("torch.")
+    return config
+
+
+@torch.no_grad()
+def state_dict(name: str, c: Canonical) -> dict[str, Tensor]:
+    """The tensors as this target names and lays them out."""
+    target, tensors = TARGETS[name], dict(c.tensors)
+    for i, gate in enumerate(c.gates if target.activation else ()):
+        if gate is None:  # sigmoid(0) = 1/2
+            zeros = torch.zeros(c.sizes["num_attention_heads"], 1, c.sizes["hidden_size"], dtype=c.dtype)
+            gate = GateWeights(zeros, None, "sigmoid")
+            tensors[f"{i}.o.weight"] = tensors[f"{i}.o.weight"] * 2
+        _place_gate(target, tensors, i, gate, c.sizes["head_dim"] if target.fused else _width(c))
+    if c.has_bias:  # one switch for all projections
+        for i in range(len(c.gates)):
+            for key in (f"{i}.{name}" for name in PROJECTIONS):
+                tensors.setdefault(f"{key}.bias", tensors[f"{key}.weight"].new_zeros(len(tensors[f"{key}.weight"])))
+    if target.zero_centred:
+        tensors |= {key: (t.float() - 1).to(t.dtype) for key, t in tensors.items() if _module(key) in NORMS}
+    places = paths(target.names, len(c.gates))
+    return {
+        f"{places[module]}.{kind}": t.clone()
+        for (module, _, kind), t in ((key.rpartition("."), t) for key, t in tensors.items())
+    }
+
+
+def _place_gate(target: Target, tensors: dict[str, Tensor], layer: int, gate: GateWeights, width: int) -> None:
+    """Write the gate's rows, `width` per head, as g_proj or behind each head's queries."""
+    H, _, D = gate.weight_HGD.shape
+    weight_HGD = gate.weight_HGD.expand(H, width, D)
+    if not target.fused:
+        tensors[f"{layer}.gate.weight"] = weight_HGD.reshape(H * width, D)
+        return
+    query_HED = tensors[f"{layer}.q.weight"].view(H, width, D)
+    tensors[f"{layer}.q.weight"] = torch.cat([query_HED, weight_HGD.to(query_HED.dtype)], 1).reshape(-1, D)
+    bias_HE = tensors.get(f"{layer}.q.bias")
+    if bias_HE is not None or gate.bias_HG is not None:
+        bias_HE = query_HED.new_zeros(H, width) if bias_HE is None else bias_HE.view(H, width)
+        bias_HG = bias_HE.new_zeros(H, 1) if gate.bias_HG is None else gate.bias_HG.to(bias_HE.dtype)
+        tensors[f"{layer}.q.bias"] = torch.cat([bias_HE, bias_HG.expand(H, width)], 1).flatten()
+
+
+def _notes(target: Target, c: Canonical) -> tuple[str, ...]:
+    gated = [gate for gate in c.gates if gate is not None]
+    ungated = [i for i, gate in enumerate(c.gates) if gate is None]
+    rows = c.sizes["head_dim"] if target.fused else _width(c)
+    repeated = any(gate.weight_HGD.shape[1] < rows for gate in gated)
+    return tuple(
+        note
+        for says, note in (
+            (c.folded, "2sigmoid: sigmoid, with doubled out projections"),
+            (target.activation and ungated, f"layers {ungated} without a gate: gates of 1/2, with doubled out projections"),
+            (target.activation and repeated, f"headwise gates: each row {rows} times, once per channel"),
+            (target.fused and c.has_bias, "attention_bias: true; transformers reads it, other engines may not"),
+        )
+        if says
+    )  # fmt: skip
+
+
+def _width(c: Canonical) -> int:
+    """Gate values per head: the widest layer's."""
+    return max((gate.weight_HGD.shape[1] for gate in c.gates if gate is not None), default=1)
+
+
+def _module(key: str) -> str:
+    """`q_norm` of `3.q_norm.weight`."""
+    return key.split(".")[-2]
+
+
+@contextlib.contextmanager
+def _no_progress_bar() -> Iterator[None]:
+    logging = _transformers().utils.logging
+    shown = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if shown:
+            logging.enable_progress_bar()
+
+
+def _transformers() -> Any:
+    try:
+        import transformers
+        import transformers.models.auto.modeling_auto
+    except ImportError as error:
+        raise MissingExtraError(str(error.name), "hf", "exporting to transformers") from None
+    return transformers

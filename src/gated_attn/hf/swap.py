@@ -1,0 +1,74 @@
+"""Class swaps: a module becomes an instance of a generated subclass of its own class, and back.
+
+The module, its parameters and its names stay; only its behaviour changes. `torch.nn.utils.parametrize` and FSDP2 do the same.
+"""
+
+from __future__ import annotations
+
+import types
+from typing import Any, ClassVar
+
+from torch import nn
+
+from gated_attn.errors import UnsupportedError
+
+
+class Swapped:
+    """Base of the mixins that `swap` puts before a module's own class; copies and pickles keep the swap."""
+
+    gated_mixin: type[Swapped]
+    gated_base: type[nn.Module]
+    gated_prefix: ClassVar[str] = "Gated"
+
+    def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
+        getstate = getattr(self, "__getstate__", None)  # object has it from Python 3.11 on
+        state = self.__dict__ if getstate is None else getstate()
+        return _remake, (self.gated_mixin, self.gated_base), state
+
+
+def _remake(mixin: type[Swapped], base: type[nn.Module]) -> nn.Module:
+    cls = swapped(mixin, base)
+    return cls.__new__(cls)
+
+
+def swapped(mixin: type[Swapped], base: type[nn.Module]) -> type[nn.Module]:
+    """The subclass of `base` that behaves as the mixin says; one per pair."""
+    if (mixin, base) not in _MADE:
+        space = {"gated_mixin": mixin, "gated_base": base, "__module__": base.__module__, "__doc__": base.__doc__}
+        _MADE[mixin, base] = type(f"{mixin.gated_prefix}{base.__name__}", (mixin, base), space)
+    return _MADE[mixin, base]
+
+
+_MADE: dict[tuple[type, type], type[nn.Module]] = {}
+
+
+def check_swappable(module: nn.Module) -> None:
+    """UnsupportedError if the module's forward has been replaced on the instance, where no class is asked."""
+    if "forward" in module.__dict__ and "_old_forward" not in module.__dict__:
+        raise UnsupportedError(
+            f"the forward of this {type(module).__name__} was replaced on the instance, so a gate in its class would be skipped; "
+            "attach before patching it"
+        )
+
+
+def swap(module: nn.Module, mixin: type[Swapped]) -> None:
+    """Make the module an instance of the swapped class."""
+    check_swappable(module)
+    module.__class__ = swapped(mixin, type(module))
+    _rebind(module)
+
+
+def unswap(module: nn.Module) -> None:
+    """Give the module its own class back."""
+    if vars(type(module)).get("gated_base") is None:
+        raise UnsupportedError(
+            f"{type(module).__name__} was made of a gated module since (by fully_shard, say); undo that before detaching"
+        )
+    module.__class__ = type(module).gated_base  # type: ignore[attr-defined]
+    _rebind(module)
+
+
+def _rebind(module: nn.Module) -> None:
+    """Accelerate's device hooks keep the bound forward that they call; let it be the class's of now."""
+    if "_old_forward" in module.__dict__:
+        module._old_forward = types.MethodType(type(module).forward, module)  # type: ignore[assignment]

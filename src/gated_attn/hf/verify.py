@@ -1,0 +1,236 @@
+"""`verify`: proof that every gate of a model is wired, by shutting it and looking at what the block then gives."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from gated_attn.attention import PairLogits, Sink
+from gated_attn.errors import SpecError, UnsupportedError
+from gated_attn.gate import Gate
+from gated_attn.hf import families, plain
+from gated_attn.hf.attach import gates, out_projection
+
+EXPECTED = {
+    "output": "the out projection's bias",
+    "weights": "the out projection's bias",
+    "value": "the out projection's bias",
+    "dense": "zero",
+    "key": "what zero keys give",
+    "query": "what zero queries give",
+}
+"""What an attention block gives when the gate at this position is shut (with a fill: what the fill gives)."""
+
+
+@dataclass(frozen=True)
+class Row:
+    """One gate: where it is, what its block should give when it is shut, and how far it was from that.
+
+    `deviation` is the largest absolute difference, exactly 0 if the gate is on this path; None if the module was not called.
+    """
+
+    name: str
+    spec: str
+    expected: str
+    deviation: float | None
+
+    @property
+    def ok(self) -> bool:
+        """Whether the block gave exactly what it should."""
+        return self.deviation == 0.0
+
+
+@dataclass(frozen=True)
+class Verification:
+    """The result of `verify`: one row per gate, printed as a table."""
+
+    rows: tuple[Row, ...]
+
+    @property
+    def ok(self) -> bool:
+        """Whether every gate is wired."""
+        return all(row.ok for row in self.rows)
+
+    def __str__(self) -> str:
+        width = max(len(row.name) for row in self.rows)
+        lines = []
+        for row in self.rows:
+            seen = "not called" if row.deviation is None else "exactly so" if row.ok else f"off by {row.deviation:.3g}"
+            lines.append(
+                f"{'ok  ' if row.ok else 'FAIL'}  {row.name:<{width}}  {row.spec}  shut: {row.expected}; {seen}"
+            )
+        return "\n".join(lines)
+
+
+@torch.no_grad()
+def verify(model: nn.Module, batch: Mapping[str, Any]) -> Verification:
+    """Shut every gate, run the model on the batch, and compare each block's output with what a shut gate leaves.
+
+    An output, weights or value gate that is shut leaves exactly the out projection's bias (with a fill, what the projection makes
+    of the fill); a dense gate leaves exactly zero; a key or query gate leaves what
+    the block gives with those projected to zero.
+    The model, its gates and its mode are as before afterwards. Run it on the path that is used: compiled, in bf16, with a cache.
+
+    Raises SpecError if the model has no gates, UnsupportedError for added gates (`op=add`), which shutting does not turn off,
+    and for key and query gates and fills of values in models of plain torch and timm.
+    """
+    attached = {row.name: row for row in families.find(model)}
+    rows = []
+    found = gates(model)
+    if not found:
+        raise SpecError("this model has no gates to verify; attach some first")
+    for name, gate in found.items():
+        if gate.spec.op == "add":
+            raise UnsupportedError(f"{name}: {gate.spec} adds, so shutting it proves nothing")
+        if _block(attached, name).family in plain.ROWS and _leaves_a_computation(gate):
+            raise UnsupportedError(
+                f"{name}: what {gate.spec} leaves when it is shut can be told in transformers models only"
+            )
+    was_training = model.training
+    model.eval()
+    try:
+        blocks = {name: _block(attached, name) for name in found}
+        outs = {name: _whose_output(model, row, found[name]) for name, row in blocks.items()}
+        with _shut(found.values()):
+            shut = _outputs(model, batch, outs)
+        without = _without_gates(model, batch, found, outs)
+        for name, gate in found.items():
+            position = gate.spec.position
+            seen = shut[name]
+            if not seen:
+                rows.append(Row(name, str(gate.spec), EXPECTED[position], None))
+                continue
+            wanted = without.get(name) or [_left(gate, outs[name], x, y) for x, y in seen]
+            got = [y for _, y in seen]
+            deviation = max(float((a - b).abs().max()) if a.numel() else 0.0 for a, b in zip(got, wanted, strict=True))
+            rows.append(Row(name, str(gate.spec), EXPECTED[position], deviation))
+    finally:
+        model.train(was_training)
+    return Verification(tuple(rows))
+
+
+def _block(attached: Mapping[str, families.Found], name: str) -> families.Found:
+    """The attention module that a gate belongs to: the innermost one whose name leads to the gate's."""
+    owners = [row for row in attached.values() if name.startswith(f"{row.name}.")]
+    siblings = [row for row in attached.values() if name.startswith(f"{row.name.rpartition('.')[0]}.output.")]
+    found = owners or siblings
+    if not found:
+        raise UnsupportedError(f"{name} belongs to no attention module of a known family")
+    return max(found, key=lambda row: len(row.name))
+
+
+def _whose_output(model: nn.Module, row: families.Found, gate: Gate) -> nn.Module:
+    """The module whose output a shut gate leaves: the out projection, or the whole module for a dense gate behind it."""
+    return row.module if row.family in plain.ROWS and gate.spec.position == "dense" else out_projection(model, row)
+
+
+def _leaves_a_computation(gate: Gate) -> bool:
+    """Whether what the shut gate leaves has to be computed: attention with constant keys, queries or values."""
+    return gate.spec.position in ("key", "query") or (gate.spec.position == "value" and gate.fill_HE is not None)
+
+
+def _left(gate: Gate, out: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+    """What a shut gate leaves of a block whose out projection read x and gave y."""
+    if gate.spec.position == "dense":
+        return torch.zeros_like(y) if gate.fill_HE is None else gate.fill_HE.to(y.dtype).expand_as(y)
+    if gate.fill_HE is not None:
+        return out(gate.fill_HE.flatten().to(x.dtype).expand_as(x).contiguous())
+    bias = getattr(out, "bias", None)
+    return torch.zeros_like(y) if bias is None else bias.to(y.dtype).expand_as(y)
+
+
+def _outputs(
+    model: nn.Module, batch: Mapping[str, Any], outs: Mapping[str, nn.Module]
+) -> dict[str, list[tuple[Tensor, Tensor]]]:
+    """(input, output) of each out projection, one pair per call."""
+    seen: dict[str, list[tuple[Tensor, Tensor]]] = {name: [] for name in outs}
+    handles = [
+        out.register_forward_hook(lambda module, args, y, own=seen[name]: own.append((args[0], _padded(y))))
+        for name, out in outs.items()
+    ]
+    try:
+        model(**batch)
+    finally:
+        for handle in handles:
+            handle.remove()
+    return seen
+
+
+def _padded(y: Any) -> Tensor:
+    """The output proper of a module, without attention weights; a nested one with zeros where it has nothing."""
+    out = y[0] if isinstance(y, tuple) else y
+    return torch.nested.to_padded_tensor(out, 0.0) if out.is_nested else out
+
+
+def _without_gates(
+    model: nn.Module,
+    batch: Mapping[str, Any],
+    found: Mapping[str, Gate],
+    outs: Mapping[str, nn.Module],
+) -> dict[str, list[Tensor]]:
+    """The outputs of blocks in which queries or keys (values, with a fill) are what a shut gate makes of them, without the gate."""
+    names = [name for name, gate in found.items() if _leaves_a_computation(gate)]
+    if not names:
+        return {}
+    handles = [
+        model.get_submodule(name.rpartition(".")[0]).register_forward_hook(_put_what_is_left(found[name]))
+        for name in names
+    ]
+    try:
+        with _shut([gate for name, gate in found.items() if name not in names]):
+            seen = _outputs(model, batch, {name: outs[name] for name in names})
+    finally:
+        for handle in handles:
+            handle.remove()
+    return {name: [y for _, y in pairs] for name, pairs in seen.items()}
+
+
+def _put_what_is_left(gate: Gate) -> Any:
+    """A hook that puts zeros, or the fill, where a layer gives what its gate multiplies."""
+
+    def hook(module: nn.Module, args: Any, y: Tensor) -> Tensor:
+        plan = module.__dict__["_gate_plan"]
+        fill_HE = torch.zeros(gate.shape_HG[0], 1) if gate.fill_HE is None else gate.fill_HE
+        fill_HE = fill_HE.to(y)
+        if plan.axis == "heads first":
+            return fill_HE[:, None].expand_as(y)
+        if plan.axis == "heads":
+            return fill_HE.expand_as(y)
+        rows = y.unflatten(-1, (plan.outer, plan.inner)).clone()
+        piece = rows[..., plan.start : plan.start + plan.size]
+        piece.copy_(fill_HE.expand(-1, plan.channels).reshape(plan.outer, -1).expand_as(piece))
+        return rows.flatten(-2)
+
+    return hook
+
+
+@contextlib.contextmanager
+def _shut(wanted: Any) -> Iterator[None]:
+    """Meanwhile these gates are exactly 0, in whichever form each has."""
+    changed = []
+    try:
+        for gate in wanted:
+            gate.forward = _shut_forward(gate, gate.forward)
+            changed.append(gate)
+        yield
+    finally:
+        for gate in changed:
+            del gate.forward
+
+
+def _shut_forward(gate: Gate, whole: Any) -> Any:
+    def forward(x: Tensor, key_BSKE: Tensor | None = None) -> Tensor | Sink | PairLogits:
+        value = whole(x, key_BSKE)
+        if isinstance(value, Sink):
+            return Sink(value.logit_H + 1e6, None)
+        if isinstance(value, PairLogits):
+            logits = value.query_BTHR
+            return PairLogits(0 * logits, 0 * value.key_BSKR, logits.new_full((1,), -1e9), value.activation)
+        return torch.zeros_like(value)
+
+    return forward
