@@ -11,9 +11,8 @@ from pathlib import Path
 import torch
 
 from gated_attn import attach, detach, verify
-from gated_attn.hf.attach import gates
+from gated_attn.hf import gates, load_gates, save_gates
 from gated_attn.hf.pretrained import load_sample, tokenizer
-from gated_attn.hf.store import load_gates, save_gates
 
 
 @torch.no_grad()

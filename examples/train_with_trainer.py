@@ -12,9 +12,7 @@ from torch.utils.data import TensorDataset
 from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
 
 from gated_attn import attach
-from gated_attn.hf.attach import gates
-from gated_attn.hf.callbacks import GateMonitor
-from gated_attn.hf.groups import param_groups
+from gated_attn.hf import GateMonitor, gates, param_groups
 from gated_attn.samples import text
 
 
@@ -26,7 +24,7 @@ def collate(rows: list[tuple[torch.Tensor]]) -> dict[str, torch.Tensor]:
 def main(steps: int = 60) -> None:
     torch.manual_seed(0)
     config = LlamaConfig(
-        vocab_size=256, hidden_size=64, num_hidden_layers=2, num_attention_heads=4, intermediate_size=160, max_position_embeddings=64
+        vocab_size=256, hidden_size=64, num_hidden_layers=2, num_attention_heads=4, intermediate_size=160
     )  # fmt: skip
     model = attach(LlamaForCausalLM(config), "paper-headwise")
     data = TensorDataset(torch.tensor(list(text("shakespeare").encode()[: 64 * 1024])).view(-1, 64))

@@ -23,6 +23,19 @@ def test_the_public_nouns_are_pinned() -> None:
         assert name in dir(gated_attn)
 
 
+def test_the_names_for_other_peoples_models() -> None:
+    import gated_attn.hf as hf
+
+    assert sorted(hf.__all__) == [
+        "GateDecay", "GateMonitor", "GateWarmup", "count", "gates", "load_gates", "load_pretrained", "lora_targets", "native_gates",
+        "param_groups", "roles", "save_gates", "sharding_plan",
+    ]  # fmt: skip
+    for name in hf.__all__:
+        assert getattr(hf, name).__name__ == name
+    with pytest.raises(AttributeError, match="no attribute 'gatez'; it has GateDecay"):
+        _ = hf.gatez  # type: ignore[attr-defined]
+
+
 def test_an_unknown_name_lists_the_known_ones() -> None:
     with pytest.raises(AttributeError, match="no attribute 'Gates'; it has Gate, GateSpec"):
         _ = gated_attn.Gates  # type: ignore[attr-defined]
