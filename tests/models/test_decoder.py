@@ -211,6 +211,15 @@ def test_it_compiles_and_copies(gate: str) -> None:
     assert torch.equal(copy.deepcopy(model)(ids).logits, want.logits)
 
 
+@pytest.mark.parametrize("gate", ["paper", "sink,fill"])
+def test_it_exports_with_dynamic_sizes(gate: str) -> None:
+    model, ids = make(gate), tokens()
+    batch, length = torch.export.Dim("batch", min=2, max=64), torch.export.Dim("length", min=2, max=60)
+    program = torch.export.export(model, (ids,), dynamic_shapes=({0: batch, 1: length},))
+    other = tokens(3, 17)
+    assert (program.module()(other).logits - model(other).logits).abs().max() < 1e-11
+
+
 def test_the_stock_trainer_drives_it(tmp_path: Path) -> None:
     model = Decoder(replace(CONFIG, gate="paper-headwise"))
     rows = [{"input_ids": row, "labels": row.clone()} for row in tokens(24, 11)]

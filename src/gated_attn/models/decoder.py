@@ -11,6 +11,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils._pytree import register_pytree_node
 
 from gated_attn.attention.activations import widen
 from gated_attn.errors import ShapeError, SpecError
@@ -51,6 +52,15 @@ class DecoderOutput(dict[str, Any]):
             return self[name]
         except KeyError:
             raise AttributeError(name) from None
+
+
+# torch.export takes and gives values of registered kinds only.
+register_pytree_node(
+    DecoderOutput,
+    lambda output: (list(output.values()), list(output)),
+    lambda values, names: DecoderOutput(zip(names, values, strict=True)),
+    serialized_type_name="gated_attn.models.decoder.DecoderOutput",
+)
 
 
 class Decoder(nn.Module):
