@@ -90,6 +90,6 @@ def test_mistakes_are_named(llama: Path, tmp_path: Path) -> None:
         invoke("attach", llama, "identity", "-o", llama)
     with pytest.raises(GatedAttnError, match="did you mean 'identity'"):
         invoke("attach", llama, "identiy", "-o", tmp_path / "out")
-    with pytest.raises(GatedAttnError, match="no gates to verify"):
+    with pytest.raises(GatedAttnError, match="no attached gates to verify"):
         invoke("verify", llama)
     assert not (tmp_path / "out").exists()

@@ -109,7 +109,7 @@ class Spy(TrainerCallback):
 
 
 def test_gates_wait_and_then_train(tmp_path: Path) -> None:
-    """N6: gradients None and weights constant at steps 0 to 2, though decayed; at 3 they train."""
+    """gradients None and weights constant at steps 0 to 2, though decayed; at 3 they train."""
     model = llama()
     before = torch.cat([p.detach().flatten().clone() for p in gate_parameters(model).values()])
     spy = Spy()
@@ -183,7 +183,7 @@ def test_a_warm_up_that_cannot_be_says_why(tmp_path: Path) -> None:
 
 
 def test_decay_is_switched_on_at_resume(tmp_path: Path) -> None:
-    """N4: the checkpoint's own decay does not win, the moments are the checkpoint's; 0 changes no bit."""
+    """the checkpoint's own decay does not win, the moments are the checkpoint's; 0 changes no bit."""
 
     def resumed(*callbacks: TrainerCallback) -> Trainer:
         run = trainer(llama(), tmp_path, 4, *callbacks)
@@ -229,7 +229,7 @@ def test_identity_gates_start_from_the_model_s_own_logits(dtype: torch.dtype) ->
 def test_identity_gates_learn_with_their_own_rate_and_the_monitor_tells(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """N1: at 10 times the rate the gate grows more than tenfold after step 1; at a hundredth of it, it has not moved.
+    """at 10 times the rate the gate grows more than tenfold after step 1; at a hundredth of it, it has not moved.
 
     Under Adam the weight norm grows by the same factor at any rate, so the monitor judges the change of the gates' values.
     """
@@ -302,7 +302,7 @@ def test_waiting_gates_are_neither_dead_nor_still(tmp_path: Path, caplog: pytest
 
 @pytest.mark.parametrize("compiled", ["no", "wrapped", "in place", "argument"])
 def test_the_monitor_sees_compiled_models_too_and_changes_nothing(tmp_path: Path, compiled: str) -> None:
-    """N26: started on a model that is compiled and has run. The weights are those of a run without it.
+    """started on a model that is compiled and has run. The weights are those of a run without it.
 
     To the bit where nothing is compiled; a traced model builds its mask in another way, so there only but for rounding.
     """
@@ -575,7 +575,7 @@ def launch(folder: Path, code: str, processes: int, *words: str) -> None:
 @pytest.mark.parametrize("kind", ["fsdp", "ddp"])
 @pytest.mark.parametrize("spec", [AWAKE, "output:elementwise:2sigmoid,std=0.7,bias=0.2,fill"])
 def test_four_ranks_with_two_heads_train_as_one_process(tmp_path: Path, kind: str, spec: str) -> None:
-    """N59: ranks without a row of the gate; the same weights and the same monitor numbers as one process."""
+    """ranks without a row of the gate; the same weights and the same monitor numbers as one process."""
     launch(tmp_path, SHARDED, 4, spec, kind, str(tmp_path / "out.pt"))
     found = torch.load(tmp_path / "out.pt")
     model = llama(spec, num_attention_heads=2, num_key_value_heads=1)
@@ -605,7 +605,7 @@ if run.is_world_process_zero():
 
 @pytest.mark.slow
 def test_two_processes_switch_together(tmp_path: Path) -> None:
-    """N6: DDP does not hang at the switch, and the gates of all processes are those of one."""
+    """DDP does not hang at the switch, and the gates of all processes are those of one."""
     launch(tmp_path, SWITCH, 2, str(tmp_path / "two"), str(tmp_path / "out.pt"))
     found = torch.load(tmp_path / "out.pt")
     spy = Spy()

@@ -456,3 +456,41 @@ def test_the_command(tmp_path: Path) -> None:
     assert again.exit_code != 0
     assert isinstance(again.exception, CheckpointError)
     assert all(layout in invoke("convert", "--help").stdout for layout in LAYOUTS)
+
+
+def test_a_model_with_attached_gates_goes_there_and_back(tmp_path: Path) -> None:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    from gated_attn.hf.attach import attach
+    from gated_attn.hf.whole import load_pretrained
+
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=31,
+        hidden_size=24,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        intermediate_size=29,
+    )
+    model = attach(LlamaForCausalLM(config), "output:elementwise:sigmoid,layers=1")
+    model.save_pretrained(tmp_path / "gated")
+    there = convert_checkpoint(tmp_path / "gated", tmp_path / "fused", None, "per_head")
+    assert (there.source, there.width, there.modules) == ("separate", "elementwise", 2)
+    fused = load_file(tmp_path / "fused" / "model.safetensors")
+    assert fused["model.layers.1.self_attn.q_proj.weight"].shape == (48, 24)
+    assert fused["model.layers.0.self_attn.q_proj.weight"].shape == (24, 24)
+    with pytest.raises(GatedAttnError, match=r"in gate layout 'per_head'.*--to separate"):
+        load_pretrained(tmp_path / "fused")
+    convert_checkpoint(tmp_path / "fused", tmp_path / "back", None, "separate")
+    ids = torch.arange(7)[None]
+    assert torch.equal(load_pretrained(tmp_path / "back")(ids).logits, model(ids).logits)
+    mixed = attach(LlamaForCausalLM(config), "output:elementwise:sigmoid")
+    from gated_attn.hf.attach import attach_each, detach
+
+    names = [f"model.layers.{i}.self_attn" for i in (0, 1)]
+    attach_each(detach(mixed), dict(zip(names, ["paper", "paper-headwise"], strict=True))).save_pretrained(
+        tmp_path / "mixed"
+    )
+    with pytest.raises(GatedAttnError, match="2 kinds of gates"):
+        convert_checkpoint(tmp_path / "mixed", tmp_path / "no", None, "per_head")

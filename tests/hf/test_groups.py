@@ -147,7 +147,7 @@ def test_bad_numbers_and_frozen_models_have_no_groups() -> None:
 
 
 def test_decay_switched_on_leaves_moments_and_zero_changes_no_byte() -> None:
-    """N4: the groups of two decays fit one optimizer checkpoint."""
+    """the groups of two decays fit one optimizer checkpoint."""
     torch.manual_seed(1)
     model = attach(llama(), ELEMENTWISE)
     tokens = torch.randint(0, 61, (2, 7))
@@ -208,7 +208,7 @@ def orthogonal(g: Tensor) -> Tensor:
 
 @pytest.mark.parametrize("layout", ["qwen3_5", "phi3", "gpt2"])
 def test_muon_on_packed_is_muon_on_separate_role_by_role(layout: str) -> None:
-    """N61: the roles' pieces are orthogonalised apart, whatever tensor they lie in."""
+    """the roles' pieces are orthogonalised apart, whatever tensor they lie in."""
     model = {"qwen3_5": qwen3_5, "phi3": phi3, "gpt2": gpt2}[layout]()
     child = {"qwen3_5": "q_proj", "phi3": "qkv_proj", "gpt2": "c_attn"}[layout]
     name, rows = next((n, r) for n, r in roles(model).items() if n.endswith(f"{child}.weight"))
@@ -296,7 +296,7 @@ SPECS = [
 @pytest.mark.parametrize("spec", SPECS)
 @pytest.mark.parametrize(("H", "KV", "tp"), [(8, 2, 4), (8, 4, 2), (6, 3, 3)])
 def test_the_shards_of_ours_add_up_to_the_whole(spec: str, H: int, KV: int, tp: int) -> None:
-    """N16: the ranks' outputs and gradients, against one device, to 1e-6 (float64)."""
+    """the ranks' outputs and gradients, against one device, to 1e-6 (float64)."""
     D, E = 23, 5
     kind = {"head_dim": E, "bias": True, "qk_norm": True, "causal": True, "dtype": torch.float64}
     module = GatedAttention(D, H, kv_heads=KV, gate=spec, **kind)
@@ -419,7 +419,7 @@ def test_shards_that_cannot_be_name_both_numbers() -> None:
 
 
 def test_an_unknown_gate_fails_when_the_plan_is_made() -> None:
-    """N18: a tensor without an entry is an error of the plan, not of the run."""
+    """a tensor without an entry is an error of the plan, not of the run."""
     model = attach(llama(), HEADWISE)
     model.model.layers[1].self_attn.head_gate = nn.Linear(44, 4)
     with pytest.raises(UnsupportedError, match=r"head_gate.weight of shape \(4, 44\) is a parameter of attention"):
@@ -474,7 +474,7 @@ def flops(model: nn.Module, tokens: Tensor) -> int:
      "output:elementwise,source=query", "output:headwise,source=constant", "output:headwise,source=lse,sink_key"],
 )  # fmt: skip
 def test_counts_are_torch_s(family: str, spec: str) -> None:
-    """N62: parameters, and the FLOPs that a gate adds according to torch's own counter."""
+    """parameters, and the FLOPs that a gate adds according to torch's own counter."""
     model = FAMILIES[family]()
     tokens = torch.randint(3, 61, (2, 6))
     before, numbers = flops(model, tokens), sum(p.numel() for p in model.parameters())

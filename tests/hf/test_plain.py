@@ -201,7 +201,7 @@ def test_self_and_cross_have_gates_of_their_own() -> None:
 
 
 def test_a_cross_gate_reads_the_query_side() -> None:
-    """N2: the gate has the queries' length, and other keys and values leave it as it is."""
+    """the gate has the queries' length, and other keys and values leave it as it is."""
     model = hf.attach(transformer(), {"cross": "output:headwise"})
     seen: list[Tensor] = []
     for gate in hf.gates(model).values():
@@ -267,7 +267,7 @@ def test_hooks_and_attributes_of_others_move_along() -> None:
     hf.attach(model, "output:headwise")
     gated, (x, _) = model.layers[0].self_attn, inputs()
     gated(x, x, x)
-    assert calls == ["out", "whole"]  # N36: the out projection is really called
+    assert calls == ["out", "whole"]  # the out projection is really called
     assert gated.layer_idx == 7
     handle.remove()
     gated(x, x, x)

@@ -133,7 +133,7 @@ def verify(
 ) -> None:
     """Prove that a model's gates are wired.
 
-    Each gate is shut in turn with all the others, and its block must give exactly what is left then. Exit code 1 if one does not.
+    All gates are shut together; each block must then give exactly what a shut gate leaves. Exit code 1 if one does not.
     """
     from gated_attn.cli.attach import run_verify
 

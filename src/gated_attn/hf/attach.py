@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from gated_attn.errors import SpecError, UnsupportedError, suggestion
 from gated_attn.gate import Gate
-from gated_attn.hf import families
+from gated_attn.hf import families, native
 from gated_attn.hf.families import Found, Part, Sizes
 from gated_attn.hf.swap import Swapped, check_swappable, swap, unswap
 from gated_attn.spec import GateSpec, as_spec
@@ -308,9 +308,14 @@ def _selected(
         and (specs[row.kind].applies_to(row.layer) if layers is None else row.layer in layers)
         and (patterns is None or any(fnmatchcase(row.name, pattern) for pattern in patterns))
     ]
+    if not specs:
+        raise SpecError("every kind of attention is given 'none'; there is nothing to attach")
+    if layers == []:
+        numbers = [row.layer for row in found]
+        raise SpecError(f"layers=[] names no layer; this model has layers {min(numbers)} to {max(numbers)}")
     if not chosen:
         raise SpecError(
-            f"no attention module is named {' or '.join(patterns or [])}; there are {', '.join(row.name for row in found[:6])}"
+            f"no attention module is named {' or '.join(patterns or ['[]'])}; there are {', '.join(row.name for row in found[:6])}"
             + (", ..." if len(found) > 6 else "")
         )
     return chosen
@@ -444,4 +449,8 @@ def _why_none(model: nn.Module) -> dict[str, str]:
     found = {type(module).__name__ for module in model.modules() if "attention" in type(module).__name__.lower()}
     rows = ", ".join(family.name for family in families.FAMILIES)
     known = f"not of a known family ({rows}), and neither nn.MultiheadAttention nor timm's Attention, AttentionRope or EvaAttention"
-    return {name: NOT_DISPATCHING.get(name, known) for name in sorted(found)}
+    reasons = {name: NOT_DISPATCHING.get(name, known) for name in sorted(found)}
+    for module in model.modules():
+        if native.row_of(module) is not None:
+            reasons[type(module).__name__] = "it has a gate of its own, which gated_attn.hf.native_gates(model) shows"
+    return reasons

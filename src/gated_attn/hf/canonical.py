@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from gated_attn.errors import UnsupportedError
 from gated_attn.gate import Gate
+from gated_attn.hf.layouts import fold_2sigmoid
 from gated_attn.models.decoder import Decoder
 from gated_attn.spec import GateSpec
 
@@ -134,7 +135,9 @@ def canonical(model: nn.Module, context: int | None = None) -> Canonical:
         gates.append(None if gate is None or refused else gate_weights(gate, sizes))
         factor = 1.0 if gate is None or refused else _FOLDED[gate.spec.activation][1]
         folded = folded or factor != 1.0
-        tensors[f"{i}.o.weight"] = tensors[f"{i}.o.weight"] * factor
+        if factor != 1.0:
+            assert factor == 2.0  # the one fold there is
+            tensors[f"{i}.o.weight"] = fold_2sigmoid(tensors[f"{i}.o.weight"])
     return Canonical(sizes, rope, tensors, tuple(gates), folded, tuple(_grouped(reasons)))
 
 

@@ -62,6 +62,12 @@ class GatedConfig(PreTrainedConfig):
                 f"config.json holds {KEY} version {version!r}, and this gated-attn reads version {VERSION}; "
                 "save the model again, or load it with the gated-attn that wrote it"
             )
+        layout = gated.get("layout", "separate")
+        if layout != "separate":
+            raise RecordError(
+                f"these weights are in gate layout {layout!r}, which no model here reads; first run gated-attn convert FOLDER NEW "
+                "--to separate"
+            )
         known, gates = gated.get("base_config"), gated.get("gates")
         if not isinstance(known, Mapping) or not isinstance(gates, Mapping):
             raise RecordError(

@@ -14,7 +14,7 @@ import shutil
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -126,18 +126,22 @@ def convert_checkpoint(
     note = config.get(NOTE) or {}
     if not isinstance(note, dict):
         raise CheckpointError(f"{source / CONFIG}: {NOTE!r} is {note!r}; it holds an object with layout and width")
-    spec = _spec(note.get("spec"))
+    described = config
+    if "gates" in note:  # what save_pretrained of a model with attached gates wrote
+        described = note["base_config"]
+        note = {"layout": "separate", **note}
+    spec = _spec(note.get("spec") or _attached(note.get("gates")))
     before = layouts.find(_settled("layout", from_layout, note.get("layout"), "--from"))
     after = layouts.find(to_layout)
     width = _settled("width", width, note.get("width") or (spec.width if spec else None), "--width")
-    native = next((kind for kind in _model_types(config) if kind in READ_AS), None)
+    native = next((kind for kind in _model_types(described) if kind in READ_AS), None)
     if native and "layout" not in note and READ_AS[native] != before.name:
         raise SpecError(
             f"transformers reads model_type {native!r} as {READ_AS[native]}, which contradicts layout {before.name}; if the "
             f'weights are {before.name} all the same, record it in {source / CONFIG}: "{NOTE}": {{"layout": "{before.name}"}}'
         )
     stored = inventory(source)
-    plan = make_plan(stored, config, before, after, width, spec, modules)
+    plan = make_plan(stored, described, before, after, width, spec, modules)
     target.parent.mkdir(parents=True, exist_ok=True)
     draft = target.with_name(f".{target.name}.{secrets.token_hex(4)}.tmp")
     try:
@@ -379,7 +383,20 @@ def _settled(what: str, asked: str | None, recorded: str | None, option: str) ->
     return str(asked or recorded)
 
 
-def _spec(text: Any) -> GateSpec | None:
+def _attached(gates: Mapping[str, str] | None) -> GateSpec | None:
+    """The one spec of attached gates, with the layers that have one; UnsupportedError where they differ."""
+    if not gates:
+        return None
+    specs = {replace(GateSpec.parse(text), layers=None) for text in gates.values()}
+    if len(specs) != 1:
+        raise UnsupportedError(
+            f"the model has {len(specs)} kinds of gates, and a layout holds one: {', '.join(sorted(map(str, specs)))}"
+        )
+    layers = {next((int(part) for part in name.split(".") if part.isdecimal()), 0) for name in gates}
+    return replace(specs.pop(), layers=tuple(layers))
+
+
+def _spec(text: GateSpec | str | None) -> GateSpec | None:
     if text is None:
         return None
     spec = GateSpec.parse(text)

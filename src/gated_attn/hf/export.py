@@ -21,6 +21,7 @@ from torch import Tensor, nn
 
 from gated_attn.errors import MissingExtraError, UnsupportedError, VerificationError, suggestion
 from gated_attn.hf.canonical import LLAMA, NORMS, PROJECTIONS, Canonical, GateWeights, canonical, paths
+from gated_attn.hf.layouts import fold_2sigmoid
 
 TOLERANCE = 1e-5
 """Largest difference between source and export that float32 rounding explains, as a share of the largest logit."""
@@ -187,7 +188,7 @@ def verify_export(model: nn.Module, folder: str | os.PathLike[str]) -> tuple[flo
         if not error <= TOLERANCE * scale:
             raise VerificationError(
                 f"logits on {kind} differ by up to {error:.3g}, and {TOLERANCE * scale:.3g} is float32 rounding "
-                f"({TOLERANCE:g} of the largest, {scale:.3g}); nothing was written"
+                f"({TOLERANCE:g} of the largest, {scale:.3g})"
             )
     _same_tokens(source, loaded, tokens_BT[:2, : max(1, min(5, longest - NEW_TOKENS))])
     return errors[0], errors[1], TOLERANCE * scale
@@ -207,7 +208,7 @@ def _same_tokens(source: nn.Module, loaded: Any, prompt_BT: Tensor) -> None:
     if not torch.equal(want_BT, got_BT):
         raise VerificationError(
             f"greedy generation differs: the source goes on {want_BT[:, prompt_BT.shape[1]:].tolist()}, the export "
-            f"{got_BT[:, prompt_BT.shape[1]:].tolist()}; nothing was written"
+            f"{got_BT[:, prompt_BT.shape[1]:].tolist()}"
         )  # fmt: skip
 
 
@@ -306,7 +307,7 @@ def state_dict(name: str, c: Canonical) -> dict[str, Tensor]:
         if gate is None:  # sigmoid(0) = 1/2
             zeros = torch.zeros(c.sizes["num_attention_heads"], 1, c.sizes["hidden_size"], dtype=c.dtype)
             gate = GateWeights(zeros, None, "sigmoid")
-            tensors[f"{i}.o.weight"] = tensors[f"{i}.o.weight"] * 2
+            tensors[f"{i}.o.weight"] = fold_2sigmoid(tensors[f"{i}.o.weight"])
         _place_gate(target, tensors, i, gate, c.sizes["head_dim"] if target.fused else _width(c))
     if c.has_bias:  # one switch for all projections
         for i in range(len(c.gates)):

@@ -15,6 +15,7 @@ from gated_attn.errors import SpecError, UnsupportedError
 from gated_attn.gate import Gate
 from gated_attn.hf import families, plain
 from gated_attn.hf.attach import gates, out_projection
+from gated_attn.hf.native import native_gates
 
 EXPECTED = {
     "output": "the out projection's bias",
@@ -83,7 +84,12 @@ def verify(model: nn.Module, batch: Mapping[str, Any]) -> Verification:
     rows = []
     found = gates(model)
     if not found:
-        raise SpecError("this model has no gates to verify; attach some first")
+        own = (
+            " (those that it was made with, which native_gates shows, are part of its forward)"
+            if native_gates(model)
+            else ""
+        )
+        raise SpecError(f"this model has no attached gates to verify{own}; attach some first")
     for name, gate in found.items():
         if gate.spec.op == "add":
             raise UnsupportedError(f"{name}: {gate.spec} adds, so shutting it proves nothing")
