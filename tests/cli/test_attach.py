@@ -9,10 +9,11 @@ from typing import Any
 import pytest
 import torch
 import transformers as hf
+from safetensors.torch import load_file, save_file
 from typer.testing import CliRunner
 
 from gated_attn.cli.app import app
-from gated_attn.errors import GatedAttnError
+from gated_attn.errors import CheckpointError, GatedAttnError
 from gated_attn.hf.attach import gates
 from gated_attn.hf.whole import load_pretrained
 
@@ -64,7 +65,7 @@ def test_kinds_layers_and_names_choose(tmp_path: Path) -> None:
     found = json.loads(invoke("attach", tmp_path / "bart", "paper", *options, "-o", tmp_path / "out").stdout)
     assert found["gates"] == {
         "model.decoder.layers.0.self_attn.attn_gate": "output:elementwise:sigmoid",
-        "model.decoder.layers.0.encoder_attn.v_proj.attn_gate": "value:headwise:sigmoid",
+        "model.decoder.layers.0.encoder_attn.attn_gate": "value:headwise:sigmoid",
     }
 
 
@@ -93,3 +94,56 @@ def test_mistakes_are_named(llama: Path, tmp_path: Path) -> None:
     with pytest.raises(GatedAttnError, match="no attached gates to verify"):
         invoke("verify", llama)
     assert not (tmp_path / "out").exists()
+
+
+def broken(folder: Path, kind: str) -> None:
+    """A saved model that something is wrong with."""
+    weights, config = folder / "model.safetensors", folder / "config.json"
+    if kind == "a tensor is missing":
+        tensors = load_file(weights)
+        del tensors["model.layers.0.self_attn.q_proj.weight"]
+        save_file(tensors, weights, metadata={"format": "pt"})
+    elif kind == "cut":
+        weights.write_bytes(weights.read_bytes()[:1000])
+    else:
+        found = json.loads(config.read_text())
+        changes = {
+            "list": [1],
+            "type": found | {"model_type": "no such"},
+            "heads": found | {"num_attention_heads": "four"},
+        }
+        config.write_text(json.dumps(changes[kind]))
+
+
+@pytest.mark.parametrize(
+    ("kind", "words"),
+    [
+        ("a tensor is missing", r"lacks 1 tensors of LlamaForCausalLM, which would be random: model\.layers\.0\.self_attn\.q_proj"),
+        ("cut", "could not be loaded: "),
+        ("list", "could not be loaded: "),
+        ("type", "could not be loaded: .*no such"),
+        ("heads", "could not be loaded: "),
+    ],
+)  # fmt: skip
+def test_folders_that_are_not_whole_are_one_message(llama: Path, tmp_path: Path, kind: str, words: str) -> None:
+    broken(llama, kind)
+    with pytest.raises(CheckpointError, match=words):
+        invoke("attach", llama, "identity", "-o", tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_folder_that_cannot_be_completed_does_not_appear(
+    llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (llama / "tokenizer").mkdir()
+
+    def full(*_: object) -> None:
+        raise OSError("no space left")
+
+    monkeypatch.setattr("gated_attn.cli.attach.shutil.copy2", full)
+    with pytest.raises(OSError, match="no space left"):
+        invoke("attach", llama, "identity", "-o", tmp_path / "out")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["llama"]
+    monkeypatch.undo()
+    invoke("attach", llama, "identity", "-o", tmp_path / "out")
+    assert not (tmp_path / "out" / "tokenizer").exists()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import peft
@@ -12,6 +13,8 @@ import torch
 import transformers as hf
 from torch import Tensor, nn
 
+from gated_attn.errors import SpecError
+from gated_attn.hf import load_pretrained, save_gates
 from gated_attn.hf.attach import attach, detach, gates
 from gated_attn.hf.verify import verify
 
@@ -141,3 +144,38 @@ def test_the_gates_linear_takes_an_adapter_of_its_own() -> None:
     assert (moved - want).abs().max() > 1e-3
     close(logits(adapted.merge_and_unload()), moved)
     assert len(gates(model)) == 2
+
+
+@pytest.mark.parametrize("spec", SPECS)
+def test_an_adapter_on_every_linear_layer_leaves_none_behind(spec: str, tmp_path: Path) -> None:
+    """The gates' own linear layers are adapted too, and merged or unloaded like all others."""
+    model = attach_like(build("llama"), spec)
+    want = logits(model)
+    config = peft.LoraConfig(r=3, target_modules="all-linear", init_lora_weights=False)
+    adapted = peft.get_peft_model(model, config).double().eval()
+    moved = logits(adapted)
+    assert (moved - want).abs().max() > 1e-3
+    assert verify(adapted, {"input_ids": IDS}).ok
+    with pytest.raises(SpecError, match=r"adapter of their own.*merge it"):
+        save_gates(adapted, tmp_path)
+    close(logits(copy.deepcopy(adapted).unload()), want)
+    merged = adapted.merge_and_unload()
+    close(logits(merged), moved)
+    assert not any("lora" in key or "base_layer" in key for key in merged.state_dict())
+    merged.save_pretrained(tmp_path / "whole")
+    close(logits(load_pretrained(tmp_path / "whole", dtype=torch.float64)), moved)
+
+
+@pytest.mark.parametrize("spec", SPECS)
+def test_gates_that_peft_keeps_copies_of_are_one_again_afterwards(spec: str) -> None:
+    model = attach_like(build("llama"), spec)
+    config = peft.LoraConfig(
+        r=3, target_modules=["q_proj", "k_proj", "v_proj", "o_proj"], modules_to_save=["attn_gate"]
+    )
+    adapted = peft.get_peft_model(model, config).double().eval()
+    wake(adapted, "lora_B")
+    want = logits(adapted)
+    merged = adapted.merge_and_unload()
+    close(logits(merged), want)
+    assert len(gates(merged)) == 2
+    assert verify(merged, {"input_ids": IDS}).ok

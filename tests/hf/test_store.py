@@ -247,7 +247,7 @@ def test_damaged_files_are_named_and_leave_the_model_as_it_was(tmp_path: Path) -
     save_gates(gated("t5"), tmp_path / "other")
     tensors.write_bytes((tmp_path / "other" / "gates.safetensors").read_bytes())
     refused(
-        r"gates.safetensors: 2 missing tensors \(bert.encoder.layer.0.attention.output.dense.attn_gate.*, .*unexpected ones"
+        r"gates.safetensors: 2 missing tensors \(bert.encoder.layer.0.attention.self.attn_gate.*, .*unexpected ones"
     )
     tensors.write_bytes(whole)
     record.write_text(told.replace("dense:elementwise:sigmoid", "dense:headwise:sigmoid"))
@@ -389,7 +389,7 @@ def test_the_auto_classes_load_a_whole_model_with_its_gates(name: str, tmp_path:
 def test_a_class_called_by_its_name_refuses_and_says_what_to_install(name: str, tmp_path: Path) -> None:
     gated(name).save_pretrained(tmp_path)
     for options in ({}, {"ignore_mismatched_sizes": True}, {"dtype": torch.bfloat16}):
-        with pytest.raises(ValueError, match=r"pip install 'gated-attn\[hf\]', then import gated_attn.hf"):
+        with pytest.raises(ValueError, match=r"pip install 'gated-attn\[hf\]', import gated_attn.hf"):
             FAMILIES[name][0].from_pretrained(tmp_path, **options)
 
 
@@ -669,7 +669,7 @@ for folder, auto, cls in zip(*[iter(sys.argv[1:])] * 3):
         try:
             ask.from_pretrained(folder)
         except ValueError as error:
-            print(ask.__name__, "pip install 'gated-attn[hf]', then import gated_attn.hf" in str(error))
+            print(ask.__name__, "pip install 'gated-attn[hf]', import gated_attn.hf" in str(error))
         else:
             print(ask.__name__, "loaded")
 assert "gated_attn" not in sys.modules

@@ -606,7 +606,7 @@ def test_layers_names_and_kinds_choose() -> None:
         for layer in (0, 1)
         for where, spec in (
             ("self_attn.attn_gate", "output:headwise:sigmoid"),
-            ("encoder_attn.v_proj.attn_gate", "value:elementwise:sigmoid"),
+            ("encoder_attn.attn_gate", "value:elementwise:sigmoid"),
         )
     }
 

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import json
+import secrets
 import shutil
 from pathlib import Path
 from typing import Any
 
-from gated_attn.errors import RecordError
+from gated_attn.errors import CheckpointError, GatedAttnError, VerificationError
 
 TOKENIZER = (
     "tokenizer*", "special_tokens_map.json", "vocab*", "merges.txt", "*processor_config.json", "*.jinja", "spiece*", "*.spm",
@@ -23,7 +24,7 @@ def run_attach(
     from gated_attn.spec import GateSpec
 
     if output.exists():
-        raise RecordError(f"{output} is there already; name a new folder")
+        raise CheckpointError(f"{output} is there already; name a new folder")
     loaded = _load(model)
     numbers = None if layers is None else GateSpec.parse(f"paper,layers={layers}").layers
     specs: Any = spec if cross is None else {"self": spec, "cross": cross}
@@ -34,9 +35,15 @@ def run_attach(
         else verify(loaded, example_inputs(loaded))
     )
     if shown is not None and not shown.ok:
-        raise RecordError(f"the gates of {model} are not all wired, so nothing was written:\n{shown}")
-    loaded.save_pretrained(output)
-    _copy_beside(model, output)
+        raise VerificationError(f"the gates of {model} are not all wired, so nothing was written:\n{shown}")
+    draft = output.with_name(f".{output.name}.{secrets.token_hex(4)}.tmp")
+    try:
+        loaded.save_pretrained(draft)
+        _copy_beside(model, draft)
+        draft.rename(output)
+    except BaseException:
+        shutil.rmtree(draft, ignore_errors=True)
+        raise
     own = {name: str(gate.spec) for name, gate in gates(loaded).items()}
     added = sum(p.numel() for gate in gates(loaded).values() for p in gate.parameters())
     total = sum(p.numel() for p in loaded.parameters())
@@ -76,17 +83,30 @@ def _load(folder: Path) -> Any:
     from gated_attn.hf.whole import load_as
 
     if not (folder / "config.json").is_file():
-        raise RecordError(f"{folder} has no config.json; name the folder of a transformers model")
+        raise CheckpointError(f"{folder} has no config.json; name the folder of a transformers model")
     transformers.utils.logging.disable_progress_bar()
-    config = transformers.AutoConfig.from_pretrained(folder)
-    base = config.base if isinstance(config, GatedConfig) else config
-    named = (base.architectures or ["none"])[0]
-    cls = getattr(transformers, named, None)
-    if cls is None:
-        raise RecordError(
-            f"{folder}: its config names the architecture {named}, which transformers {transformers.__version__} lacks"
+    try:
+        config = transformers.AutoConfig.from_pretrained(folder)
+        base: Any = config.base if isinstance(config, GatedConfig) else config
+        named = (base.architectures or ["none"])[0]
+        cls = getattr(transformers, named, None)
+        if cls is None:
+            raise CheckpointError(
+                f"{folder}: its config names the architecture {named!r}, which transformers {transformers.__version__} lacks"
+            )
+        if isinstance(config, GatedConfig):
+            model, info = load_as(cls, config, folder, output_loading_info=True)
+        else:
+            model, info = cls.from_pretrained(folder, output_loading_info=True)
+    except GatedAttnError:
+        raise
+    except Exception as error:  # transformers and safetensors raise all kinds for a folder that is not as it should be
+        raise CheckpointError(f"{folder} could not be loaded: {type(error).__name__}: {error}") from error
+    if info["missing_keys"]:
+        missing = sorted(info["missing_keys"])
+        raise CheckpointError(
+            f"{folder} lacks {len(missing)} tensors of {named}, which would be random: {', '.join(missing[:5])}"
         )
-    model = load_as(cls, config, folder) if isinstance(config, GatedConfig) else cls.from_pretrained(folder)
     return model.eval()
 
 
@@ -94,5 +114,5 @@ def _copy_beside(source: Path, target: Path) -> None:
     """Tokenizer and processor files, which belong to the model whatever its gates."""
     for pattern in TOKENIZER:
         for file in source.glob(pattern):
-            if not (target / file.name).exists():
+            if file.is_file() and not (target / file.name).exists():
                 shutil.copy2(file, target / file.name)

@@ -8,6 +8,7 @@ Shapes: B batch, T tokens, H heads, K key/value heads, E head width, D model wid
 
 from __future__ import annotations
 
+import itertools
 import sys
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -32,7 +33,10 @@ except ModuleNotFoundError as _error:  # a model of plain torch needs no transfo
         raise
 
 GATE = "attn_gate"
-"""The gate's name as a child, of the attention module or of the layer whose output it multiplies."""
+"""The gate's name as a child of the attention module, whatever it multiplies."""
+
+PLAN, OWNER = "_gate_plan", "_gate_owner"
+"""What a swapped module keeps beside its own attributes: numbers, and, not as a child, the attention module that has the gate."""
 
 NOT_DISPATCHING = {
     "DisentangledSelfAttention": "DeBERTa computes its attention itself, with relative positions in the scores",
@@ -55,6 +59,8 @@ class ConfigView:
         return register(self.__dict__["_shown"]._attn_implementation or "eager")
 
     def __getattr__(self, name: str) -> Any:
+        if "_shown" not in self.__dict__:  # an empty one, which copy and pickle make first
+            raise AttributeError(name)
         return getattr(self.__dict__["_shown"], name)
 
     def __setattr__(self, name: str, value: Any) -> None:
@@ -76,19 +82,20 @@ class GatedModule(Follows):
 
     @property
     def config(self) -> Any:
-        config = self.__dict__["config"]
-        return ConfigView(config)
+        if "config" not in self.__dict__:
+            raise AttributeError(f"{type(self).__name__} has no config")
+        return ConfigView(self.__dict__["config"])
 
     @config.setter
     def config(self, value: Any) -> None:
         self.__dict__["config"] = value
 
-    @property
-    def eager_attention(self) -> Any:
-        return type(self)._eager  # type: ignore[attr-defined]
+    @classmethod
+    def gated_space(cls, base: type[nn.Module]) -> dict[str, Any]:
+        return {"eager_attention": staticmethod(_eager(base))}
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        plan: Plan = self.__dict__["_gate_plan"]
+        plan: Plan = self.__dict__[PLAN]
         if plan.inside:
             handover = Handover(getattr(self, GATE), _hidden(args, kwargs))
         elif plan.carried:
@@ -132,7 +139,7 @@ class GatedLayer(Swapped):
     """A projection or norm whose output is multiplied by its gate, which reads the layer's input or what travelled with it."""
 
     def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        plan: Plan = self.__dict__["_gate_plan"]
+        plan: Plan = self.__dict__[PLAN]
         source = x
         if plan.axis:
             x, source = _unpack(x, plan)
@@ -148,7 +155,7 @@ class GatedLayer(Swapped):
         return torch.cat([before, gated, after], -1).flatten(-2)
 
     def _gated(self, heads_BTHE: Tensor, source: Tensor) -> Tensor:
-        gate: Gate = getattr(self, GATE)
+        gate: Gate = getattr(self.__dict__[OWNER], GATE)
         return gate.modulate(heads_BTHE, heads_BTHE if gate.spec.source == "query" else source)
 
 
@@ -156,7 +163,7 @@ class Carrier(Swapped):
     """A projection behind whose output the first channels of its input travel on, to a gate behind the norm that follows."""
 
     def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        plan: Plan = self.__dict__["_gate_plan"]
+        plan: Plan = self.__dict__[PLAN]
         y = super().forward(x, *args, **kwargs)  # type: ignore[misc]
         carried = x[..., : plan.carried].to(y.dtype)
         return torch.cat([y, F.pad(carried, (0, -plan.carried % plan.channels))], -1)
@@ -194,7 +201,7 @@ def attach(
         names: only modules whose name matches one of these patterns, such as `model.decoder.*`.
 
     With `init=identity` every output of the model stays as it was, bit for bit. The gate is a child `attn_gate` of the
-    attention module, or of the projection (norm, out projection) whose output it multiplies.
+    attention module. Layers that it multiplies may be replaced by setting them on their parent, as PEFT does.
 
     Raises:
         SpecError: nothing to gate, gates already there, or a layer that the model has not.
@@ -240,11 +247,9 @@ def _attach(model: nn.Module, wanted: list[tuple[Found, GateSpec]]) -> nn.Module
         gate.train(model.training)
         for change in changes:
             swap(change.module, change.mixin)
-            change.module.__dict__["_gate_plan"] = change.plan
-            if change.mixin is GatedModule:
-                type(change.module)._eager = staticmethod(_eager(type(change.module)))  # type: ignore[attr-defined]
-            if change.holds:
-                change.module.add_module(GATE, gate)
+            change.module.__dict__[PLAN] = change.plan
+            change.module.__dict__[OWNER] = row.module
+        row.module.add_module(GATE, gate)
         owner = _owner_of_out(model, row)
         if gate.spec.position == "dense" and not isinstance(owner, Follows):
             swap(owner, Follows)
@@ -259,7 +264,8 @@ def detach(model: nn.Module) -> nn.Module:
     for module in list(model.modules()):
         if isinstance(module, Swapped):
             unswap(module)
-            module.__dict__.pop("_gate_plan", None)
+            for kept in (PLAN, OWNER):
+                module.__dict__.pop(kept, None)
             module._modules.pop(GATE, None)
     from gated_attn.hf import plain
 
@@ -322,12 +328,11 @@ def _selected(
 
 
 class Change(NamedTuple):
-    """One module that changes class, what it does then, and whether it holds the gate."""
+    """One module that changes class, and what it does then."""
 
     module: nn.Module
     mixin: type[Swapped]
     plan: Plan
-    holds: bool = False
 
 
 def _plan(model: nn.Module, row: Found, spec: GateSpec) -> tuple[Gate, list[Change]]:
@@ -337,24 +342,29 @@ def _plan(model: nn.Module, row: Found, spec: GateSpec) -> tuple[Gate, list[Chan
         raise UnsupportedError(
             f"{row.name}: gate {spec} reads a compressed query, and {family.name} attention has none"
         )
+    if getattr(module, "reorder_and_upcast_attn", False):
+        raise UnsupportedError(
+            f"{row.name}: with reorder_and_upcast_attn=True its eager attention is a method that takes no gate; load the model "
+            "with reorder_and_upcast_attn=False"
+        )
     size = families.sizes(module, family)
     q_layer = families.read(module, family.q.child)
     dim = families.in_features(q_layer)
     if spec.position in ("output", "weights"):
-        return make_gate(model, row, spec, dim, size, q_layer), [Change(module, GatedModule, Plan(inside=True), True)]
+        return make_gate(model, row, spec, dim, size, q_layer), [Change(module, GatedModule, Plan(inside=True))]
     if spec.position == "dense":
         out, main = out_projection(model, row), size.heads * size.head_dim
         gate = make_gate(model, row, spec, dim, size, out)
         carried = max(gate.n_in, 1)
         behind = Plan(axis="all", main=main, carried=carried, inner=dim, size=dim, channels=dim)
-        return gate, [Change(module, GatedModule, Plan(carried=carried)), Change(out, GatedLayer, behind, True)]
+        return gate, [Change(module, GatedModule, Plan(carried=carried)), Change(out, GatedLayer, behind)]
     letter = spec.position[0]
     part: Part = {"q": family.q, "k": family.k, "v": family.v}[letter]
     layer = families.read(module, part.child)
     gate = make_gate(model, row, spec, families.in_features(layer), size, layer)
     norm = getattr(module, family.norms["qk".index(letter)], None) if family.norm and letter != "v" else None
     if norm is None:
-        return gate, [Change(module, Follows, Plan()), Change(layer, GatedLayer, _rows(part, letter, size), True)]
+        return gate, [Change(module, Follows, Plan()), Change(layer, GatedLayer, _rows(part, letter, size))]
     assert family.norm is not None
     groups = size.heads if letter == "q" else size.kv_heads
     width, carried = groups * size.head_dim, max(gate.n_in if spec.source == "hidden" else 0, 1)
@@ -365,7 +375,7 @@ def _plan(model: nn.Module, row: Found, spec: GateSpec) -> tuple[Gate, list[Chan
     return gate, [
         Change(module, Follows, Plan()),
         Change(layer, Carrier, Plan(carried=carried, channels=size.head_dim)),
-        Change(norm, GatedLayer, behind, True),
+        Change(norm, GatedLayer, behind),
     ]
 
 
@@ -390,11 +400,12 @@ def make_gate(model: nn.Module, row: Found, spec: GateSpec, dim: int, size: Size
         raise UnsupportedError(
             f"{row.name} has parameters of size 0, whose values another process keeps (ZeRO-3); attach before deepspeed.initialize"
         )
-    weight = cast(Tensor, getattr(beside, "weight", None))
-    weight = weight if isinstance(weight, Tensor) else next(beside.parameters())
+    weight = getattr(beside, "weight", None)
+    if not isinstance(weight, Tensor):  # quantised linear layers may have buffers alone
+        weight = next(itertools.chain(beside.parameters(), beside.buffers(), model.parameters()))
     dtype = weight.dtype
-    if not dtype.is_floating_point:  # quantised: the gate is a plain linear layer in the compute dtype
-        dtype = next((p.dtype for p in model.parameters() if p.is_floating_point()), torch.get_default_dtype())
+    if not _computes(dtype):  # quantised: the gate is a plain linear layer in the compute dtype
+        dtype = next((p.dtype for p in model.parameters() if _computes(p.dtype)), torch.get_default_dtype())
     hook = getattr(
         beside, "_hf_hook", None
     )  # accelerate's, which brings offloaded weights from the meta device to this one
@@ -404,6 +415,11 @@ def make_gate(model: nn.Module, row: Found, spec: GateSpec, dim: int, size: Size
     for thing in [*gate.modules(), *gate.parameters()]:
         setattr(thing, "_is_hf_initialized", True)  # noqa: B010 - transformers' word on modules and tensors alike
     return gate
+
+
+def _computes(dtype: torch.dtype) -> bool:
+    """Whether a linear layer can compute in this dtype: floating point of two bytes or more."""
+    return dtype.is_floating_point and dtype.itemsize > 1
 
 
 def out_projection(model: nn.Module, row: Found) -> nn.Module:
@@ -436,12 +452,11 @@ def _no_eager(module: nn.Module, *_: Any, **__: Any) -> Any:
 
 def _move(old: nn.Module, new: nn.Module) -> None:
     """Make `new`, which takes the place of a gated layer, the gated one."""
-    mixin, plan, gate = type(old).gated_mixin, old.__dict__.pop("_gate_plan"), old._modules.pop(GATE, None)  # type: ignore[attr-defined]
+    kept = {name: old.__dict__.pop(name) for name in (PLAN, OWNER)}
+    mixin = type(old).gated_mixin  # type: ignore[attr-defined]
     unswap(old)
     swap(new, mixin)
-    new.__dict__["_gate_plan"] = plan
-    if gate is not None:
-        new.add_module(GATE, gate)
+    new.__dict__.update(kept)
 
 
 def _why_none(model: nn.Module) -> dict[str, str]:

@@ -20,7 +20,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING, AutoConf
 from gated_attn.errors import RecordError, SpecError
 from gated_attn.spec import GateSpec
 
-MODEL_TYPE = "gated_attn (pip install 'gated-attn[hf]', then import gated_attn.hf)"
+MODEL_TYPE = "gated_attn (pip install 'gated-attn[hf]', import gated_attn.hf, and load it with an Auto class)"
 """Both a type and the message that stock transformers prints: what to install to load the gates."""
 
 KEY = "gated_attn"

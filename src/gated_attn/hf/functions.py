@@ -45,6 +45,16 @@ class Handover:
         self.gate, self.source, self.carry, self.taken = gate, source, carry, False
 
 
+class Stock:
+    """A gated module with the model's own configuration, in which the attention implementation has its stock name."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self._module, self.config = module, module.__dict__["config"]
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.__dict__["_module"], name)
+
+
 def register(name: str) -> str:
     """The name under which gated modules find this implementation with the gate; registered at the first request."""
     wanted = NAME if name == NAME else PREFIX + name
@@ -80,7 +90,8 @@ def _around(name: str) -> Callable[..., Any]:
             return _own(module, query, key, value, attention_mask, *args, **kwargs, attn_gate=attn_gate)  # type: ignore[misc]
         # The model's own function where the class has one of that name: `eager` always is.
         stock = ALL_ATTENTION_FUNCTIONS.get_interface(name, module.eager_attention)
-        out_BTHE, weights = stock(module, query, key, value, attention_mask, *args, **kwargs)
+        seen = Stock(module) if "flash" in name else module  # it looks its kernel up by the name in the module's config
+        out_BTHE, weights = stock(seen, query, key, value, attention_mask, *args, **kwargs)
         if gate is not None:
             values_BTHG = cast(Tensor, _values(gate, attn_gate.source, query))
             out_BTHE = apply_gate(out_BTHE, values_BTHG, gate.fill_HE, gate.spec.op)

@@ -23,7 +23,7 @@ from gated_attn.codec import Checked, Record
 from gated_attn.errors import RecordError, SpecError, UnsupportedError
 from gated_attn.gate import Gate
 from gated_attn.hf import families, plain
-from gated_attn.hf.attach import GATE, attach_each, detach, out_projection
+from gated_attn.hf.attach import GATE, attach_each, detach
 from gated_attn.hf.families import Found
 from gated_attn.spec import GateSpec
 
@@ -80,11 +80,10 @@ def placed(model: nn.Module) -> dict[str, Placed]:
     names = {module: name for name, module in model.named_modules()}
     there = {}
     for row in families.find(model):
-        for owner in (*row.module.modules(), out_projection(model, row)):
-            held = owner._modules.get(GATE)
-            if held is not None:
-                gate = _active(held)
-                there[_plain(row.name)] = Placed(row, _plain(f"{names[owner]}.{GATE}"), gate, _saved(row, gate))
+        held = row.module._modules.get(GATE)
+        if held is not None:
+            gate = _active(held)
+            there[_plain(row.name)] = Placed(row, _plain(f"{row.name}.{GATE}"), gate, _saved(row, gate))
     others = {_plain(names[module]) for module in names if isinstance(module, Gate)} - {
         one.name for one in there.values()
     }
@@ -110,6 +109,10 @@ def save_gates(model: nn.Module, folder: str | os.PathLike[str]) -> Path:
         base=_base_name(model), base_hash=base_hash(model), gates={name: one.saved for name, one in there.items()}
     )
     tensors = {name: _whole(value).contiguous() for name, value in _tensors(there.values()).items()}
+    if adapted := [name for name in tensors if "lora_" in name or ".base_layer." in name]:
+        raise SpecError(
+            f"the gates have an adapter of their own ({adapted[0]}); merge it into them first, as merge_and_unload does"
+        )
     if empty := [name for name, value in tensors.items() if value.device.type == "meta"]:
         raise UnsupportedError(
             f"{few(empty)}: on the meta device, without values to save; load the model's weights first"

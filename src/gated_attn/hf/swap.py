@@ -20,6 +20,11 @@ class Swapped:
     gated_base: type[nn.Module]
     gated_prefix: ClassVar[str] = "Gated"
 
+    @classmethod
+    def gated_space(cls, base: type[nn.Module]) -> dict[str, Any]:
+        """Further class attributes of the subclass of `base`."""
+        return {}
+
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
         getstate = getattr(self, "__getstate__", None)  # object has it from Python 3.11 on
         state = self.__dict__ if getstate is None else getstate()
@@ -35,6 +40,7 @@ def swapped(mixin: type[Swapped], base: type[nn.Module]) -> type[nn.Module]:
     """The subclass of `base` that behaves as the mixin says; one per pair."""
     if (mixin, base) not in _MADE:
         space = {"gated_mixin": mixin, "gated_base": base, "__module__": base.__module__, "__doc__": base.__doc__}
+        space |= mixin.gated_space(base)
         _MADE[mixin, base] = type(f"{mixin.gated_prefix}{base.__name__}", (mixin, base), space)
     return _MADE[mixin, base]
 

@@ -14,7 +14,7 @@ from gated_attn.attention import PairLogits, Sink
 from gated_attn.errors import SpecError, UnsupportedError
 from gated_attn.gate import Gate
 from gated_attn.hf import families, plain
-from gated_attn.hf.attach import gates, out_projection
+from gated_attn.hf.attach import OWNER, PLAN, GatedLayer, gates, out_projection
 from gated_attn.hf.native import native_gates
 
 EXPECTED = {
@@ -97,14 +97,14 @@ def verify(model: nn.Module, batch: Mapping[str, Any]) -> Verification:
             raise UnsupportedError(
                 f"{name}: what {gate.spec} leaves when it is shut can be told in transformers models only"
             )
-    was_training = model.training
+    modes = {module: module.training for module in model.modules()}
     model.eval()
     try:
         blocks = {name: _block(attached, name) for name in found}
         outs = {name: _whose_output(model, row, found[name]) for name, row in blocks.items()}
         with _shut(found.values()):
             shut = _outputs(model, batch, outs)
-        without = _without_gates(model, batch, found, outs)
+        without = _without_gates(model, batch, found, blocks, outs)
         for name, gate in found.items():
             position = gate.spec.position
             seen = shut[name]
@@ -116,18 +116,17 @@ def verify(model: nn.Module, batch: Mapping[str, Any]) -> Verification:
             deviation = max(float((a - b).abs().max()) if a.numel() else 0.0 for a, b in zip(got, wanted, strict=True))
             rows.append(Row(name, str(gate.spec), EXPECTED[position], deviation))
     finally:
-        model.train(was_training)
+        for module, training in modes.items():
+            module.training = training
     return Verification(tuple(rows))
 
 
 def _block(attached: Mapping[str, families.Found], name: str) -> families.Found:
     """The attention module that a gate belongs to: the innermost one whose name leads to the gate's."""
     owners = [row for row in attached.values() if name.startswith(f"{row.name}.")]
-    siblings = [row for row in attached.values() if name.startswith(f"{row.name.rpartition('.')[0]}.output.")]
-    found = owners or siblings
-    if not found:
+    if not owners:
         raise UnsupportedError(f"{name} belongs to no attention module of a known family")
-    return max(found, key=lambda row: len(row.name))
+    return max(owners, key=lambda row: len(row.name))
 
 
 def _whose_output(model: nn.Module, row: families.Found, gate: Gate) -> nn.Module:
@@ -177,6 +176,7 @@ def _without_gates(
     model: nn.Module,
     batch: Mapping[str, Any],
     found: Mapping[str, Gate],
+    blocks: Mapping[str, families.Found],
     outs: Mapping[str, nn.Module],
 ) -> dict[str, list[Tensor]]:
     """The outputs of blocks in which queries or keys (values, with a fill) are what a shut gate makes of them, without the gate."""
@@ -184,8 +184,7 @@ def _without_gates(
     if not names:
         return {}
     handles = [
-        model.get_submodule(name.rpartition(".")[0]).register_forward_hook(_put_what_is_left(found[name]))
-        for name in names
+        _gated_layer(model, blocks[name].module).register_forward_hook(_put_what_is_left(found[name])) for name in names
     ]
     try:
         with _shut([gate for name, gate in found.items() if name not in names]):
@@ -196,11 +195,16 @@ def _without_gates(
     return {name: [y for _, y in pairs] for name, pairs in seen.items()}
 
 
+def _gated_layer(model: nn.Module, attention: nn.Module) -> nn.Module:
+    """The layer whose output this attention module's gate multiplies."""
+    return next(m for m in model.modules() if isinstance(m, GatedLayer) and m.__dict__[OWNER] is attention)
+
+
 def _put_what_is_left(gate: Gate) -> Any:
     """A hook that puts zeros, or the fill, where a layer gives what its gate multiplies."""
 
     def hook(module: nn.Module, args: Any, y: Tensor) -> Tensor:
-        plan = module.__dict__["_gate_plan"]
+        plan = module.__dict__[PLAN]
         fill_HE = torch.zeros(gate.shape_HG[0], 1) if gate.fill_HE is None else gate.fill_HE
         fill_HE = fill_HE.to(y)
         if plan.axis == "heads first":
@@ -218,18 +222,20 @@ def _put_what_is_left(gate: Gate) -> Any:
 @contextlib.contextmanager
 def _shut(wanted: Any) -> Iterator[None]:
     """Meanwhile these gates are exactly 0, in whichever form each has."""
-    changed = []
+    changed: list[tuple[Gate, Any]] = []
     try:
         for gate in wanted:
-            gate.forward = _shut_forward(gate, gate.forward)
-            changed.append(gate)
+            changed.append((gate, gate.__dict__.get("forward")))  # accelerate's, if the gate is offloaded
+            gate.forward = _shut_forward(gate.forward)
         yield
     finally:
-        for gate in changed:
+        for gate, own in changed:
             del gate.forward
+            if own is not None:
+                gate.forward = own  # type: ignore[method-assign]
 
 
-def _shut_forward(gate: Gate, whole: Any) -> Any:
+def _shut_forward(whole: Any) -> Any:
     def forward(x: Tensor, key_BSKE: Tensor | None = None) -> Tensor | Sink | PairLogits:
         value = whole(x, key_BSKE)
         if isinstance(value, Sink):
