@@ -9,9 +9,11 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 from torch import Tensor, nn
+from transformers import LlamaConfig, LlamaForCausalLM
 
 from gated_attn.errors import ShapeError, UnsupportedError
-from gated_attn.hf import layouts
+from gated_attn.hf import gates, layouts
+from gated_attn.hf.attach import attach
 from gated_attn.hf.native import NativeGate, native_gates, row_of
 
 B, T, D, H, K, E, EV, VOCAB = 2, 7, 42, 6, 2, 8, 10, 61
@@ -254,3 +256,20 @@ def test_what_cannot_be_shown_is_refused() -> None:
     with pytest.raises(UnsupportedError, match=r"stored as torch.uint8.*logits\(\) and values\(\) work"):
         _ = gate.weight_HGD
     assert repr(gate) == "NativeGate('output:elementwise:sigmoid', gate_proj of AfmoeAttention)"
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_gates_shows_attached_and_native_ones_alike(case: str) -> None:
+    model = build(case, torch.float32)
+    assert gates(model).keys() == native_gates(model).keys()
+    other = attach(LlamaForCausalLM(LlamaConfig(**LLAMA)), "paper")
+    for one in (*gates(model).values(), *gates(other).values()):
+        x = torch.randn(2, 3, one.n_in)
+        assert one(x).shape == one.logits(x).shape == (2, 3, *one.shape_HG)
+        assert one.spec.position == "output"
+
+
+LLAMA = {
+    "vocab_size": 31, "hidden_size": 24, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
+    "intermediate_size": 29,
+}  # fmt: skip

@@ -272,8 +272,18 @@ def detach(model: nn.Module) -> nn.Module:
     return plain.detach(model)
 
 
-def gates(model: nn.Module) -> dict[str, Gate]:
-    """Every gate by its name in the model; a module that several layers share is one."""
+def gates(model: nn.Module) -> dict[str, Any]:
+    """Every gate by its name in the model; a module that several layers share is one.
+
+    Attached gates are `Gate` modules; those that the model was made with (Qwen3.5, LFM3, ...) are `NativeGate`s, read-only and by
+    the name of the projection that holds them. Both have a `spec` and `logits(x)`, and called with x (B, T, D) give values
+    (B, T, H, G).
+    """
+    return {**attached(model), **native.native_gates(model)}
+
+
+def attached(model: nn.Module) -> dict[str, Gate]:
+    """The gates that are modules of this package."""
     return {name: module for name, module in model.named_modules() if isinstance(module, Gate)}
 
 

@@ -14,7 +14,7 @@ from gated_attn.attention import PairLogits, Sink
 from gated_attn.errors import SpecError, UnsupportedError
 from gated_attn.gate import Gate
 from gated_attn.hf import families, plain
-from gated_attn.hf.attach import OWNER, PLAN, GatedLayer, gates, out_projection
+from gated_attn.hf.attach import OWNER, PLAN, GatedLayer, attached, out_projection
 from gated_attn.hf.native import native_gates
 
 EXPECTED = {
@@ -80,9 +80,9 @@ def verify(model: nn.Module, batch: Mapping[str, Any]) -> Verification:
     Raises SpecError if the model has no gates, UnsupportedError for added gates (`op=add`), which shutting does not turn off,
     and for key and query gates and fills of values in models of plain torch and timm.
     """
-    attached = {row.name: row for row in families.find(model)}
+    blocks_there = {row.name: row for row in families.find(model)}
     rows = []
-    found = gates(model)
+    found = attached(model)
     if not found:
         own = (
             " (those that it was made with, which native_gates shows, are part of its forward)"
@@ -93,14 +93,14 @@ def verify(model: nn.Module, batch: Mapping[str, Any]) -> Verification:
     for name, gate in found.items():
         if gate.spec.op == "add":
             raise UnsupportedError(f"{name}: {gate.spec} adds, so shutting it proves nothing")
-        if _block(attached, name).family in plain.ROWS and _leaves_a_computation(gate):
+        if _block(blocks_there, name).family in plain.ROWS and _leaves_a_computation(gate):
             raise UnsupportedError(
                 f"{name}: what {gate.spec} leaves when it is shut can be told in transformers models only"
             )
     modes = {module: module.training for module in model.modules()}
     model.eval()
     try:
-        blocks = {name: _block(attached, name) for name in found}
+        blocks = {name: _block(blocks_there, name) for name in found}
         outs = {name: _whose_output(model, row, found[name]) for name, row in blocks.items()}
         with _shut(found.values()):
             shut = _outputs(model, batch, outs)
@@ -121,9 +121,9 @@ def verify(model: nn.Module, batch: Mapping[str, Any]) -> Verification:
     return Verification(tuple(rows))
 
 
-def _block(attached: Mapping[str, families.Found], name: str) -> families.Found:
+def _block(there: Mapping[str, families.Found], name: str) -> families.Found:
     """The attention module that a gate belongs to: the innermost one whose name leads to the gate's."""
-    owners = [row for row in attached.values() if name.startswith(f"{row.name}.")]
+    owners = [row for row in there.values() if name.startswith(f"{row.name}.")]
     if not owners:
         raise UnsupportedError(f"{name} belongs to no attention module of a known family")
     return max(owners, key=lambda row: len(row.name))
