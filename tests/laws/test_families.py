@@ -199,6 +199,8 @@ IDENTITY = [
 
 SERVED = [(name, spec) for name in CONFIGS for spec in [*SPECS, *INSIDE] if not (spec in INSIDE and name in EAGER_ONLY)]
 """Gates that are read from the scores inside attention need an implementation that shows them."""
+PACKED = [name for name in DECODERS if name not in ("opt", "gpt_oss")]
+"""Without a gate, too, OPT takes positions from its mask, and the masks of GPT-OSS take no notice of positions (transformers 5.24)."""
 
 
 def build(name: str, impl: str | None = None) -> Any:
@@ -679,3 +681,30 @@ def test_gates_in_bfloat16_are_rounded_once_and_inputs_stay(name: str) -> None:
     assert torch.equal(x, before)
     assert x._version == version
     assert torch.equal(values, torch.sigmoid(gate.logits(x).float()).to(torch.bfloat16))
+
+
+@pytest.mark.parametrize(("name", "spec"), [(name, spec) for name, spec in SERVED if name in PACKED])
+@torch.no_grad()
+def test_packed_documents_equal_each_alone(name: str, spec: str) -> None:
+    """Positions that start anew mark documents, where there is neither a mask nor a cache."""
+    model, tolerance = wake(attach(build(name), spec)), 1e-9
+    if name in EAGER_ONLY:
+        model, tolerance = model.float(), 1e-4
+    ids = torch.randint(3, 90, (1, 12), generator=torch.Generator().manual_seed(4))
+    lengths = [5, 1, 6]
+    positions = torch.cat([torch.arange(n) for n in lengths])[None]
+    packed = model(ids, position_ids=positions, use_cache=False).logits
+    alone = [model(part, use_cache=False).logits for part in ids.split(lengths, 1)]
+    close([packed], [torch.cat(alone, 1)], tolerance)
+
+
+@pytest.mark.parametrize("spec", ["output:elementwise:sigmoid", "key:headwise:sigmoid", "dense:headwise:sigmoid"])
+@pytest.mark.parametrize("name", ["llama", "qwen3", "bert", "vit"])
+@torch.no_grad()
+def test_exported_programs_are_gated(name: str, spec: str) -> None:
+    model, inputs = wake(attach(build(name), spec)), batch(name)
+    extra = {"use_cache": False} if name in DECODERS else {}
+    program = torch.export.export(model, (), inputs | extra, strict=False)
+    other = {key: value.flip(0) for key, value in inputs.items()}
+    got = [t for t in program.module()(**other, **extra).to_tuple() if isinstance(t, Tensor)]
+    close(got, run(model, other | extra))
