@@ -200,7 +200,7 @@ IDENTITY = [
 SERVED = [(name, spec) for name in CONFIGS for spec in [*SPECS, *INSIDE] if not (spec in INSIDE and name in EAGER_ONLY)]
 """Gates that are read from the scores inside attention need an implementation that shows them."""
 PACKED = [name for name in DECODERS if name not in ("opt", "gpt_oss")]
-"""Without a gate, too, OPT takes positions from its mask, and the masks of GPT-OSS take no notice of positions (transformers 5.24)."""
+"""Without a gate, too, OPT takes positions from its mask, and GPT-OSS makes its masks without positions (transformers 5.24)."""
 
 
 def build(name: str, impl: str | None = None) -> Any:
