@@ -1,4 +1,4 @@
-"""Train nothing, export everything: a gated decoder of this package as a folder that stock transformers loads.
+"""Export a gated decoder of this package as a folder that stock transformers loads.
 
 python examples/export_to_transformers.py
 """

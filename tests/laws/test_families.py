@@ -515,7 +515,6 @@ def test_eager_still_gives_its_attention_weights() -> None:
 
 @torch.no_grad()
 def test_what_an_implementation_cannot_serve_is_refused_with_its_value() -> None:
-    model = attach(build("gemma2"), "output:headwise:sigmoid")
     for name, word in (("gemma2", "softcap=50.0"), ("gpt_oss", "s_aux=a tensor of shape")):
         model = attach(build(name), "output:headwise:sigmoid")
         for module in model.modules():
