@@ -168,6 +168,23 @@ def test_role_rows_tile_each_tensor_and_slices_say_the_same(layout: str) -> None
             assert all(a.stop != b.start for a, b in pairwise(slices))
 
 
+@pytest.mark.parametrize("width", ["headwise", "elementwise"])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_view_shows_the_same_rows_without_a_copy(layout: str, width: str) -> None:
+    if width not in LAYOUTS[layout].widths:
+        pytest.skip("headwise only")
+    canonical = roles(GROUPED, width)
+    for key, tensor in layouts.join(canonical, GROUPED, layout, width=width).items():
+        for role in LAYOUTS[layout].roles[key]:
+            seen = layouts.view(tensor, role, GROUPED, layout, width=width)
+            assert torch.equal(seen.flatten(0, 1), canonical[role])
+            assert seen.untyped_storage().data_ptr() == tensor.untyped_storage().data_ptr()
+            turned = layouts.view(tensor.T, role, GROUPED, layout, width=width, axis=-1)
+            assert torch.equal(turned, seen.movedim(-1, 0))
+    with pytest.raises(ShapeError, match=r"has 22 rows; layout"):
+        layouts.view(torch.zeros(22, 3), "gate", GROUPED, layout, width=width)
+
+
 def test_slices_by_hand() -> None:
     assert layouts.role_slices("tail_rows", GROUPED, "headwise") == {
         "q": [slice(0, 16), slice(24, 40)], "gate": [slice(48, 56)],
@@ -217,7 +234,7 @@ def test_errors_carry_both_numbers_and_what_to_do() -> None:
     with pytest.raises(ShapeError, match="6 heads, 4 KV heads"):
         Sizes(6, 4, E)
     with pytest.raises(SpecError, match="no layout 'per_heads'; did you mean 'per_head'"):
-        layouts.find("per_heads")
+        layouts.named("per_heads")
     with pytest.raises(SpecError, match="width 'shared' has no layout"):
         layouts.role_rows("flat", GROUPED, "shared")
     with pytest.raises(SpecError, match="has no tensor 'qkv'; it has q, k, v"):

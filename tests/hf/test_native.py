@@ -9,12 +9,13 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 from torch import Tensor, nn
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import AutoConfig, LlamaConfig, LlamaForCausalLM
 
 from gated_attn.errors import ShapeError, UnsupportedError
 from gated_attn.hf import gates, layouts
 from gated_attn.hf.attach import attach
-from gated_attn.hf.native import NativeGate, native_gates, row_of
+from gated_attn.hf.layouts import LAYOUTS
+from gated_attn.hf.native import READ_AS, NativeGate, native_gates, row_of
 
 B, T, D, H, K, E, EV, VOCAB = 2, 7, 42, 6, 2, 8, 10, 61
 
@@ -75,7 +76,7 @@ CASES = {
         {**FULL, **LINEAR_FULL, **MOE, **INDEXER, "indexer_compress_ratio": 2},
     ),
     "afmoe": Case("afmoe", "AfmoeConfig", "AfmoeForCausalLM", {**FULL_TYPES, "num_dense_layers": 2}),
-    "hrm_text": Case("hrm_text", "HrmTextConfig", "HrmTextForCausalLM"),
+    "hrm_text": Case("hrm_text", "HrmTextConfig", "HrmTextForCausalLM", {"num_key_value_heads": H}),
     "muse_glimmer": Case("muse_glimmer", "MuseGlimmerTextConfig", "MuseGlimmerTextModel"),
     "muse_spark": Case("muse_spark", "MuseSparkTextConfig", "MuseSparkTextModel", DENSE),
     "beam": Case("beam", "BeamConfig", "BeamForCausalLM", MOE, f"{ELEMENTWISE},bias=0"),
@@ -211,6 +212,22 @@ def test_the_rows_are_those_of_the_layout() -> None:
     assert torch.equal(gate.bias_HG.flatten(), gate.layer.bias[rows])
 
 
+def test_checkpoints_are_read_as_the_models_hold_their_gates() -> None:
+    """Every `READ_AS` entry against a tiny model of that type: the layout's names and numbers of rows, and the gate's bits."""
+    models = {(model := build(case)).config.model_type: model for case in CASES}
+    assert len(READ_AS) == 13
+    for model_type, layout in READ_AS.items():
+        text = AutoConfig.for_model(model_type).get_text_config().model_type
+        gate = next(iter(native_gates(models[text]).values()))
+        sizes = layouts.Sizes(H, models[text].config.num_key_value_heads, E)
+        state = gate.module.state_dict()
+        names = LAYOUTS[layout].names
+        stored = {key: state[f"{names[key]}.weight"] for key in LAYOUTS[layout].tensors}
+        assert f"{names['out']}.weight" in state
+        canonical = layouts.split(stored, sizes, layout, width=gate.spec.width)  # which refuses other numbers of rows
+        assert torch.equal(canonical["gate"], gate.weight_HGD.flatten(0, 1)), model_type
+
+
 @pytest.mark.parametrize("case", ["qwen3_next bias", "afmoe", "lfm3", "beam"])
 def test_nothing_is_copied_or_remembered(case: str) -> None:
     model = build(case)
@@ -241,8 +258,6 @@ def test_counts_agree_with_the_spec() -> None:
 
 
 def test_models_without_a_gate_have_none() -> None:
-    from transformers import LlamaConfig, LlamaForCausalLM
-
     assert native_gates(LlamaForCausalLM(LlamaConfig(**SMALL))) == {}
     assert native_gates(build("lfm3", use_attention_gate=False)) == {}
     assert row_of(nn.Linear(2, 3)) is None

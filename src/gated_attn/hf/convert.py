@@ -27,19 +27,12 @@ from gated_attn.codec import write_text
 from gated_attn.errors import CheckpointError, GatedAttnError, SpecError, UnsupportedError
 from gated_attn.hf import layouts
 from gated_attn.hf.layouts import LAYOUTS, Layout, Sizes
+from gated_attn.hf.native import READ_AS
 from gated_attn.spec import GateSpec
 
 CONFIG, INDEX = "config.json", "model.safetensors.index.json"
 NOTE = "gated_attn"
 """Key of config.json under which a checkpoint's layout, width and (optional) spec are recorded."""
-
-READ_AS = {
-    **dict.fromkeys(("qwen3_next", "qwen3_5", "qwen3_5_text", "qwen3_5_moe", "qwen3_5_moe_text"), "per_head"),
-    **dict.fromkeys(("qwen4_exp", "qwen4_exp_text"), "per_head"),
-    **dict.fromkeys(("lfm3", "laguna", "step3p5", "step3p7"), "g_proj"),
-    **dict.fromkeys(("afmoe", "hrm_text"), "gate_proj"),
-}
-"""model_type -> the layout in which transformers reads it."""
 
 WEIGHT_FILES = (".safetensors", ".bin", ".bin.index.json", ".pt", ".pth", ".ckpt", ".h5", ".msgpack", ".gguf", ".onnx")
 # Submodules that only an attention module of some layout has; below a module of another layout they are a contradiction.
@@ -131,8 +124,8 @@ def convert_checkpoint(
         described = note["base_config"]
         note = {"layout": "separate", **note}
     spec = _spec(note.get("spec") or _attached(note.get("gates")))
-    before = layouts.find(_settled("layout", from_layout, note.get("layout"), "--from"))
-    after = layouts.find(to_layout)
+    before = layouts.named(_settled("layout", from_layout, note.get("layout"), "--from"))
+    after = layouts.named(to_layout)
     width = _settled("width", width, note.get("width") or (spec.width if spec else None), "--width")
     native = next((kind for kind in _model_types(described) if kind in READ_AS), None)
     if native and "layout" not in note and READ_AS[native] != before.name:

@@ -10,7 +10,7 @@ weight (N, D) and of a bias (N,) alike.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -23,6 +23,9 @@ WIDTHS = ("headwise", "elementwise", "none")
 """Gate rows per head: 1, E, or 0 for a layer without a gate in a model that has them."""
 
 Tensors = Mapping[str, Tensor]
+Blocks = tuple[tuple[str, tuple[str, ...]], ...]
+"""What a tensor holds, in order of rows. A block (unit, roles) is repeated once per query head (`head`), once per KV group
+(`group`) or once (`all`), and holds that unit's rows of each of its roles in turn."""
 
 
 @dataclass(frozen=True)
@@ -56,17 +59,14 @@ class Layout:
     """One way to store the four roles.
 
     Fields:
-        tensors: key -> blocks, in order of rows. A block (unit, roles) is repeated once per query head (`head`), once per
-            KV group (`group`) or once (`all`), and holds that unit's rows of each of its roles in turn.
+        tensors: key -> the tensor's blocks.
         names: key -> the name of the submodule that holds the tensor, in the projects that use the layout; also of `out`.
-        used_by: whose it is.
         widths: the gates that it can hold.
     """
 
     name: str
-    tensors: Mapping[str, tuple[tuple[str, tuple[str, ...]], ...]]
+    tensors: Mapping[str, Blocks]
     names: Mapping[str, str]
-    used_by: str
     widths: tuple[str, ...] = WIDTHS
 
     @property
@@ -93,33 +93,77 @@ _APART = {"q": (("all", ("q",)),), "gate": (("all", ("gate",)),), **_KV}
 LAYOUTS: dict[str, Layout] = {
     layout.name: layout
     for layout in (
-        Layout("separate", _APART, {**_HF, "gate": "attn_gate.proj"}, "gated_attn.attach"),
-        Layout("g_proj", _APART, {**_HF, "gate": "g_proj"}, "LFM3, Laguna, Step, flash-linear-attention"),
-        Layout("gate_proj", _APART, {**_HF, "gate": "gate_proj"}, "AFMoE, HRM"),
-        Layout("w_g", _APART, {**_OLMO, "gate": "w_g"}, "OLMo-core"),
-        Layout("per_head", {"q": (("head", ("q", "gate")),), **_KV}, _HF, "Qwen3-Next, Qwen3.5 (elementwise)"),
-        Layout("per_kv_group", {"q": (("group", ("q", "gate")),), **_KV}, _HF, "the paper's code, github.com/qiuzh20"),
-        Layout("flat", {"q": (("all", ("q", "gate")),), **_KV}, _HF, "one widened q_proj, cut in two"),
-        Layout("group_qgkv", {"qkv": (("group", ("q", "gate", "k", "v")),)}, _MEGATRON, "Megatron (elementwise)"),
-        Layout("tail_rows", {"qkv": (("group", ("q", "k", "v")), ("all", ("gate",)))}, _MEGATRON,
-               "Megatron dev, head_wise_attn_gate", widths=("headwise", "none")),
+        # gated_attn.attach
+        Layout("separate", _APART, {**_HF, "gate": "attn_gate.proj"}),
+        # flash-linear-attention
+        Layout("g_proj", _APART, {**_HF, "gate": "g_proj"}),
+        Layout("gate_proj", _APART, {**_HF, "gate": "gate_proj"}),
+        # OLMo-core
+        Layout("w_g", _APART, {**_OLMO, "gate": "w_g"}),
+        Layout("per_head", {"q": (("head", ("q", "gate")),), **_KV}, _HF),
+        # the paper's code, github.com/qiuzh20
+        Layout("per_kv_group", {"q": (("group", ("q", "gate")),), **_KV}, _HF),
+        # one widened q_proj, cut in two
+        Layout("flat", {"q": (("all", ("q", "gate")),), **_KV}, _HF),
+        # Megatron (elementwise)
+        Layout("group_qgkv", {"qkv": (("group", ("q", "gate", "k", "v")),)}, _MEGATRON),
+        # Megatron dev, head_wise_attn_gate
+        Layout("tail_rows", {"qkv": (("group", ("q", "k", "v")), ("all", ("gate",)))}, _MEGATRON, ("headwise", "none")),
     )
-}  # fmt: skip
+}
+"""Comments name the projects; which families of transformers store their gates so is in `native.ROWS`."""
 
 
-def find(name: str) -> Layout:
+def named(name: str) -> Layout:
     """The layout of that name, or SpecError with the names there are."""
     if name not in LAYOUTS:
         raise SpecError(f"there is no layout {name!r}{suggestion(name, LAYOUTS)}; the layouts are {', '.join(LAYOUTS)}")
     return LAYOUTS[name]
 
 
+@dataclass(frozen=True)
+class Span:
+    """Rows of one role in a tensor: `rows` of them from `start + unit * stride + offset`, for each of `units` units."""
+
+    start: int
+    units: int
+    stride: int
+    offset: int
+    rows: int
+
+    def index(self) -> Tensor:
+        """Row numbers (units * rows,), in canonical order."""
+        first = self.start + self.offset + self.stride * torch.arange(self.units)
+        return (first[:, None] + torch.arange(self.rows)).flatten()
+
+    def view(self, tensor: Tensor, axis: int = 0) -> Tensor:
+        """The rows, on an axis of the tensor, as two axes (units, rows), without a copy."""
+        axis %= tensor.dim()
+        units = tensor.narrow(axis, self.start, self.units * self.stride).unflatten(axis, (self.units, self.stride))
+        return units.narrow(axis + 1, self.offset, self.rows)
+
+
+def spans(blocks: Blocks, sizes: Sizes, width: str) -> dict[str, Span]:
+    """Role -> where its rows lie in a tensor of these blocks."""
+    found: dict[str, Span] = {}
+    start = 0
+    for unit, roles in blocks:
+        units = {"head": sizes.heads, "group": sizes.kv_heads, "all": 1}[unit]
+        each = {role: sizes.rows(role, width) // units for role in roles}
+        stride, offset = sum(each.values()), 0
+        for role, rows in each.items():
+            found[role] = Span(start, units, stride, offset, rows)
+            offset += rows
+        start += units * stride
+    return found
+
+
 def role_rows(layout: str, sizes: Sizes, width: str) -> dict[str, Tensor]:
     """Role -> its rows within the tensor that holds it, in canonical order: `fused[role_rows(...)["gate"]]` is the gate.
 
-    `find(layout).roles` says which tensor that is. UnsupportedError for a width that the layout cannot hold.
+    `named(layout).roles` says which tensor that is. UnsupportedError for a width that the layout cannot hold.
     """
-    table = find(layout)
+    table = named(layout)
     if width not in WIDTHS:
         raise SpecError(
             f"gate width {width!r} has no layout{suggestion(width, WIDTHS)}; the widths are {', '.join(WIDTHS)}"
@@ -129,47 +173,56 @@ def role_rows(layout: str, sizes: Sizes, width: str) -> dict[str, Tensor]:
             f"layout {layout} holds {' and '.join(w for w in table.widths if w != 'none')} gates, not {width} ones",
             {name: f"holds {width} gates" for name, other in LAYOUTS.items() if width in other.widths},
         )
-    found: dict[str, Tensor] = {}
-    for blocks in table.tensors.values():
-        start = 0
-        for unit, roles in blocks:
-            count = {"head": sizes.heads, "group": sizes.kv_heads, "all": 1}[unit]
-            each = {role: sizes.rows(role, width) // count for role in roles}
-            stride = sum(each.values())
-            for role, rows in each.items():
-                found[role] = (start + torch.arange(count)[:, None] * stride + torch.arange(rows)).flatten()
-                start += rows
-            start += (count - 1) * stride
+    found = {
+        role: one.index() for blocks in table.tensors.values() for role, one in spans(blocks, sizes, width).items()
+    }
     return {role: found[role] for role in ROLES}
 
 
 def role_slices(layout: str, sizes: Sizes, width: str) -> dict[str, list[slice]]:
     """`role_rows` as the fewest contiguous slices, in canonical order; a role without rows has none."""
-    return {role: _slices(rows.tolist()) for role, rows in role_rows(layout, sizes, width).items()}
+    return {role: fewest(rows.tolist()) for role, rows in role_rows(layout, sizes, width).items()}
+
+
+def view(tensor: Tensor, role: str, sizes: Sizes, layout: str, *, width: str, axis: int = 0) -> Tensor:
+    """A role's rows, on the axis (N) of a tensor of the layout, as two axes (units, rows of a unit), without a copy.
+
+    Units are heads, groups or 1, as the layout has them. Raises ShapeError naming both numbers where N is not the layout's.
+    """
+    table = named(layout)
+    key = next(key for key, roles in table.roles.items() if role in roles)
+    _check_rows(key, tensor, axis, table, sizes, width)
+    return spans(table.tensors[key], sizes, width)[role].view(tensor, axis)
+
+
+def fewest(rows: Iterable[int]) -> list[slice]:
+    """Row numbers as the fewest slices of consecutive ones, in their order."""
+    found: list[slice] = []
+    for row in rows:
+        if found and found[-1].stop == row:
+            found[-1] = slice(found[-1].start, row + 1)
+        else:
+            found.append(slice(row, row + 1))
+    return found
 
 
 def split(tensors: Tensor | Tensors, sizes: Sizes, layout: str, *, width: str) -> dict[str, Tensor]:
     """Tensors of a layout -> role -> canonical tensor, for weights (N, D) or biases (N,); every result is a copy.
 
     Args:
-        tensors: the layout's tensors by key (`find(layout).tensors`), or some of them; or just the fused tensor. An `out`
+        tensors: the layout's tensors by key (`named(layout).tensors`), or some of them; or just the fused tensor. An `out`
             passes through.
 
     Raises ShapeError naming both numbers where a tensor has other rows than the layout, SpecError for an unknown key.
     """
-    table = find(layout)
+    table = named(layout)
     index = role_rows(layout, sizes, width)
     given = _by_key(tensors, table)
     result = {"out": given.pop("out")} if "out" in given else {}
     for key, tensor in given.items():
         if key not in table.tensors:
             raise SpecError(f"layout {layout} has no tensor {key!r}; it has {', '.join(table.tensors)}")
-        expected = table.rows(key, sizes, width)
-        if tensor.dim() < 1 or tensor.shape[0] != expected:
-            raise ShapeError(
-                f"{key} of shape {tuple(tensor.shape)} has {tensor.shape[0] if tensor.dim() else 0} rows; layout {layout} has "
-                f"{expected} for {sizes} and a {width} gate: check the layout, the width and the sizes"
-            )
+        _check_rows(key, tensor, 0, table, sizes, width)
         for role in (role for role in table.roles[key] if sizes.rows(role, width)):
             result[role] = tensor.index_select(0, index[role].to(tensor.device))
     return result
@@ -181,7 +234,7 @@ def join(roles: Tensors, sizes: Sizes, layout: str, *, width: str) -> dict[str, 
     Raises UnsupportedError where only some roles of a fused tensor are given (a gate with a bias beside queries without
     one), ShapeError where their rows, columns or dtypes do not fit each other.
     """
-    table = find(layout)
+    table = named(layout)
     index = role_rows(layout, sizes, width)
     absent = sorted(set(roles) - {*ROLES, "out"})
     if absent:
@@ -280,6 +333,15 @@ def _gate_rows(width: str, head_dim: int) -> int:
     return {"headwise": 1, "elementwise": head_dim, "none": 0}[width]
 
 
+def _check_rows(key: str, tensor: Tensor, axis: int, table: Layout, sizes: Sizes, width: str) -> None:
+    rows, expected = tensor.shape[axis] if tensor.dim() else 0, table.rows(key, sizes, width)
+    if rows != expected:
+        raise ShapeError(
+            f"{key} of shape {tuple(tensor.shape)} has {rows} rows; layout {table.name} has {expected} for {sizes} and a "
+            f"{width} gate: check the layout, the width and the sizes"
+        )
+
+
 def _by_key(tensors: Tensor | Tensors, table: Layout) -> dict[str, Tensor]:
     if not isinstance(tensors, Tensor):
         return dict(tensors)
@@ -290,23 +352,12 @@ def _by_key(tensors: Tensor | Tensors, table: Layout) -> dict[str, Tensor]:
     return {table.fused: tensors}
 
 
-def _slices(rows: list[int]) -> list[slice]:
-    found: list[slice] = []
-    for row in rows:
-        if found and found[-1].stop == row:
-            found[-1] = slice(found[-1].start, row + 1)
-        else:
-            found.append(slice(row, row + 1))
-    return found
-
-
 def _shifted(w: Tensor, offset: float, dtype: torch.dtype | None) -> Tensor:
     wide = w.double()
     exact = wide + offset
     part = exact - wide
-    lost = (wide - (exact - part)) + (
-        offset - part
-    ) != 0  # Knuth's two-sum: the rounding of the float64 sum; NaN and inf too
+    # Knuth's two-sum: what the float64 sum was rounded by. NaN and inf differ from 0 too.
+    lost = (wide - (exact - part)) + (offset - part) != 0
     candidates = [dtype] if dtype is not None else list(dict.fromkeys([w.dtype, torch.float32, torch.float64]))
     for kind in candidates:
         result = exact.to(kind)

@@ -1,4 +1,4 @@
-"""A read-only view of the gates that models of transformers and timm are born with, one row per layout.
+"""A read-only view of the gates that models of transformers and timm are born with, one `NativeFamily` per layout.
 
 Shapes: B batch, T tokens, D width of the gate's source, H heads, E head width, G gate width (1 or E).
 """
@@ -12,12 +12,14 @@ from torch import Tensor, nn
 
 from gated_attn.attention.activations import activate, widen
 from gated_attn.errors import ShapeError, UnsupportedError
+from gated_attn.hf import layouts
 from gated_attn.hf.families import in_features, read
+from gated_attn.hf.layouts import LAYOUTS, Sizes
 from gated_attn.spec import GateSpec
 
 
 @dataclass(frozen=True)
-class Row:
+class NativeFamily:
     """Attention classes with a gate of one layout; sizes are paths of attributes from the attention module.
 
     Fields:
@@ -25,6 +27,7 @@ class Row:
         layer: the projection that the gate is computed with; None there means that this model has no gate.
         layout: how the gate's rows lie in it, as in `layouts`: `separate` (all of them, head by head) or `per_head` (for
             each head its queries, then its gate).
+        model_types: what config.json calls those of its models whose checkpoints `convert` reads.
         per_head: an attribute that says whether the gate is headwise where the width depends on the model; `width` if not.
         head_bias: a parameter (H,) that is added to the logits of all channels of a head.
         float32: the model multiplies by the gate in float32, before it rounds.
@@ -41,7 +44,15 @@ class Row:
     per_head: str = ""
     head_bias: str = ""
     float32: bool = False
+    model_types: tuple[str, ...] = ()
     package: str = "transformers"
+
+    @property
+    def stored(self) -> str:
+        """The one of `layouts.LAYOUTS` that its checkpoints are in."""
+        if self.layout != "separate":
+            return self.layout
+        return next(layout.name for layout in LAYOUTS.values() if layout.names.get("gate") == self.layer)
 
 
 def _names(text: str) -> tuple[str, ...]:
@@ -49,20 +60,28 @@ def _names(text: str) -> tuple[str, ...]:
 
 
 ROWS = (
-    Row("qwen3_next", _names("Qwen3Next Qwen3_5 Qwen3_5Moe Qwen4ExpText"), "q_proj", layout="per_head"),
-    Row("afmoe", _names("Afmoe HrmText MuseGlimmerText MuseSparkText"), "gate_proj"),
-    Row("beam", _names("Beam"), "gate_proj", head_bias="gate_bias"),
-    Row("neomme", _names("NeoMME"), "output_projection.gate_proj"),
-    Row("inkling2", _names("Inkling2Sliding Inkling2Full Inkling2LoopSliding Inkling2LoopFull"),
-        "o_proj.gate_proj", heads="num_heads", float32=True),
-    Row("hy_v4", _names("HYV4 HYV4VL"), "gate_proj", heads="num_heads", head_dim="v_head_dim"),
-    Row("lfm3", _names("Lfm3"), "g_proj", "headwise"),
-    Row("step", _names("Step3p7"), "g_proj", "headwise", heads="num_heads"),
-    Row("laguna", _names("Laguna"), "g_proj", "elementwise", "softplus", heads="num_heads", per_head="gate_per_head"),
-    Row("dots3_note", _names("Dots3NoteText BailingHybrid"), "g_proj", "headwise", heads="num_heads", head_dim="v_head_dim"),
-    Row("timm", ("Attention", "AttentionRope", "EvaAttention"), "gate", heads="num_heads", package="timm"),
+    NativeFamily(
+        "qwen3_next", _names("Qwen3Next Qwen3_5 Qwen3_5Moe Qwen4ExpText"), "q_proj", layout="per_head",
+        model_types=("qwen3_next", "qwen3_5", "qwen3_5_text", "qwen3_5_moe", "qwen3_5_moe_text", "qwen4_exp", "qwen4_exp_text"),
+    ),
+    NativeFamily("afmoe", _names("Afmoe HrmText MuseGlimmerText MuseSparkText"), "gate_proj", model_types=("afmoe", "hrm_text")),
+    NativeFamily("beam", _names("Beam"), "gate_proj", head_bias="gate_bias"),
+    NativeFamily("neomme", _names("NeoMME"), "output_projection.gate_proj"),
+    NativeFamily("inkling2", _names("Inkling2Sliding Inkling2Full Inkling2LoopSliding Inkling2LoopFull"), "o_proj.gate_proj",
+                 heads="num_heads", float32=True),
+    NativeFamily("hy_v4", _names("HYV4 HYV4VL"), "gate_proj", heads="num_heads", head_dim="v_head_dim"),
+    NativeFamily("lfm3", _names("Lfm3"), "g_proj", "headwise", model_types=("lfm3",)),
+    NativeFamily("step", _names("Step3p7"), "g_proj", "headwise", heads="num_heads", model_types=("step3p5", "step3p7")),
+    NativeFamily("laguna", _names("Laguna"), "g_proj", "elementwise", "softplus", heads="num_heads", per_head="gate_per_head",
+                 model_types=("laguna",)),
+    NativeFamily("dots3_note", _names("Dots3NoteText BailingHybrid"), "g_proj", "headwise", heads="num_heads",
+                 head_dim="v_head_dim"),
+    NativeFamily("timm", ("Attention", "AttentionRope", "EvaAttention"), "gate", heads="num_heads", package="timm"),
 )  # fmt: skip
 """Every family whose gate reads the attention module's input."""
+
+READ_AS = {model_type: row.stored for row in ROWS for model_type in row.model_types}
+"""model_type -> the layout in which transformers reads it."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -73,7 +92,7 @@ class NativeGate:
     """
 
     module: nn.Module
-    row: Row
+    row: NativeFamily
 
     @property
     def layer(self) -> nn.Module:
@@ -120,10 +139,8 @@ class NativeGate:
         """What the activation is applied to, (B, T, H, G), for the attention module's input (B, T, D)."""
         if hidden_states.shape[-1] != self.n_in:
             raise ShapeError(f"this gate reads {self.n_in} channels, and got shape {tuple(hidden_states.shape)}")
-        rows = self.layer(hidden_states).unflatten(-1, self._rows_per_head)
-        logits = rows[
-            ..., -self.shape_HG[1] :
-        ].contiguous()  # as the models have it, so that the activation is theirs to the bit
+        # Contiguous as the models have it, so that the activation is theirs to the bit.
+        logits = self._rows(self.layer(hidden_states), axis=-1).contiguous()
         return logits + read(self.module, self.row.head_bias)[:, None] if self.row.head_bias else logits
 
     def values(self, hidden_states: Tensor) -> Tensor:
@@ -138,18 +155,16 @@ class NativeGate:
         return "headwise" if self.row.per_head and getattr(self.module, self.row.per_head) else self.row.width
 
     @property
-    def _rows_per_head(self) -> tuple[int, int]:
-        """Heads, and the rows that each has in the projection: its queries before its gate where the layout is `per_head`."""
-        H, G = self.shape_HG
-        return H, G + (int(read(self.module, self.row.head_dim)) if self.row.layout == "per_head" else 0)
-
-    @property
     def _has_bias(self) -> bool:
         return bool(self.row.head_bias) or getattr(self.layer, "bias", None) is not None
 
-    def _rows(self, tensor: Tensor) -> Tensor:
-        """(rows, ...) -> (H, G, ...), without a copy."""
-        return tensor.unflatten(0, self._rows_per_head)[:, -self.shape_HG[1] :]
+    def _rows(self, tensor: Tensor, axis: int = 0) -> Tensor:
+        """The gate's rows of an axis of the layer's output, as two axes (H, G), without a copy."""
+        (H, G), axis = self.shape_HG, axis % tensor.dim()
+        # Neither layout has keys beside the gate, so any number of KV heads is right.
+        sizes = Sizes(H, H, int(read(self.module, self.row.head_dim)))
+        rows = layouts.view(tensor, "gate", sizes, self.row.layout, width=self._width, axis=axis)
+        return rows.view(*tensor.shape[:axis], H, G, *tensor.shape[axis + 1 :])
 
     def __repr__(self) -> str:
         return f"NativeGate({str(self.spec)!r}, {self.row.layer} of {type(self.module).__name__})"
@@ -166,7 +181,7 @@ def native_gates(model: nn.Module) -> dict[str, NativeGate]:
     return {f"{name}.{row.layer}".lstrip("."): NativeGate(module, row) for name, module, row in rows if row is not None}
 
 
-def row_of(module: nn.Module) -> Row | None:
+def row_of(module: nn.Module) -> NativeFamily | None:
     """The row of an attention module with a gate of its own, or None."""
     classes = {(cls.__module__.partition(".")[0], cls.__name__) for cls in type(module).__mro__}
     for row in ROWS:
