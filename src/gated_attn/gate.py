@@ -17,6 +17,20 @@ from gated_attn.errors import ShapeError, SpecError
 from gated_attn.spec import GateSpec
 
 
+class Fill(nn.Module):
+    """The learned fill c (H, E) of a gate, or (1, D) of a dense one: calling it gives it.
+
+    A module, so that whoever moves parameters in and out around a module's call (offloading) moves these too.
+    """
+
+    def __init__(self, heads: int, channels: int, **kind: Any) -> None:
+        super().__init__()
+        self.fill_HE = nn.Parameter(torch.zeros(heads, channels, **kind))
+
+    def forward(self) -> Tensor:
+        return self.fill_HE
+
+
 class Gate(nn.Module):
     """g = act(W x + b) per head or channel, arXiv:2505.06708 section 2.2; sigmoid in float32, rounded once.
 
@@ -31,8 +45,8 @@ class Gate(nn.Module):
         `source=lse`: `gate(x) -> Sink`, for `gated_attention` to read from the scores.
         `weights:pairwise`: `gate(q_BTHE, k_BSKE) -> PairLogits`, likewise.
 
-    `fill_HE` is the learned fill, or None. The initial value that `spec.init` names holds after construction and after
-    `reset_parameters()`: `identity` is exactly 1 in float32, bfloat16 and float16.
+    `fill_HE` is the learned fill, a parameter of the child `fill`, or None. The initial value that `spec.init` names holds after
+    construction and after `reset_parameters()`: `identity` is exactly 1 in float32, bfloat16 and float16.
 
     Raises ShapeError for an input of the wrong width, SpecError for a spec that these sizes cannot serve.
 
@@ -77,7 +91,7 @@ class Gate(nn.Module):
         if spec.has_bias and not (n_in and spec.width != "pairwise"):
             self.bias = nn.Parameter(torch.empty(1 if spec.width == "pairwise" else n_out, **kind))
         self.sink_key = nn.Parameter(torch.empty(groups, channels, **kind)) if spec.sink_key else None
-        self.fill_HE = nn.Parameter(torch.empty(groups, channels, **kind)) if spec.fill else None
+        self.fill = Fill(groups, channels, **kind) if spec.fill else None
         self.reset_parameters()
 
     @torch.no_grad()
@@ -99,8 +113,13 @@ class Gate(nn.Module):
             nn.init.constant_(bias, spec.start)
         if self.sink_key is not None:
             nn.init.normal_(self.sink_key, std=spec.weight_std)
-        if self.fill_HE is not None:
-            nn.init.zeros_(self.fill_HE)
+        if self.fill is not None:
+            nn.init.zeros_(self.fill.fill_HE)
+
+    @property
+    def fill_HE(self) -> Tensor | None:
+        """The learned fill (H, E), or None."""
+        return None if self.fill is None else self.fill()
 
     def logits(self, x: Tensor) -> Tensor:
         """What the activation is applied to, (B, T, H, G); for specs other than `source=lse` and `weights:pairwise`."""

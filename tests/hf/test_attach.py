@@ -24,7 +24,7 @@ IDS = torch.arange(3, 21).view(2, 9)
 SPECS = ["output:headwise:sigmoid", "value:elementwise:sigmoid", "key:headwise:sigmoid", "dense:elementwise:sigmoid"]
 
 
-def llama() -> Any:
+def llama(*, bias: bool = False) -> Any:
     torch.manual_seed(3)
     config = hf.LlamaConfig(
         vocab_size=97,
@@ -33,6 +33,7 @@ def llama() -> Any:
         num_attention_heads=4,
         num_key_value_heads=2,
         intermediate_size=29,
+        attention_bias=bias,
     )
     return hf.LlamaForCausalLM(config).eval()
 
@@ -83,8 +84,10 @@ def test_flash_attention_sees_its_own_name(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 @pytest.mark.parametrize(
-    "spec", [*SPECS, "output:headwise:sigmoid,source=constant", "output:headwise:sigmoid,source=lse"]
-)
+    "spec",
+    [*SPECS, "output:headwise:sigmoid,source=constant", "output:headwise:sigmoid,source=lse", "output:headwise,fill",
+     "output:headwise:sigmoid,source=lse,fill", "value:elementwise,fill", "key:headwise,fill", "dense:elementwise,fill"],
+)  # fmt: skip
 def test_offloaded_models_compute_and_verify(spec: str) -> None:
     want = logits(awake(attach(llama(), spec)))
     model = awake(attach(llama(), spec))
@@ -145,6 +148,55 @@ def test_beside_quantised_layers_a_gate_is_a_linear_layer_in_the_compute_dtype(
     assert all(type(gate.proj) is nn.Linear for gate in gates(model).values())
     assert verify(model, {"input_ids": IDS}).ok
     assert torch.isfinite(logits(model)).all()
+
+
+def test_attention_beside_the_known_is_not_left_out_in_silence() -> None:
+    bloom = hf.BloomModel(hf.BloomConfig(vocab_size=97, hidden_size=24, n_layer=1, n_head=4))
+    both = nn.ModuleDict({"text": llama(), "other": bloom})
+    with pytest.raises(
+        UnsupportedError, match=r"2 attention modules can(.|\n)*and 1 cannot, such as other.h.0(.|\n)*ALiBi"
+    ):
+        attach(both, "paper")
+    assert not gates(both)
+    assert len(gates(attach(both, "paper", names=["text.*"]))) == 2
+
+
+SHARDED = """
+import os, sys, torch
+from torch.distributed.fsdp import fully_shard
+from gated_attn import attach, verify
+from test_attach import IDS, awake, llama, logits
+torch.distributed.init_process_group("gloo", init_method="file://" + sys.argv[1], rank=0, world_size=1)
+kept = []  # torch 2.13 may crash as it frees a model that fully_shard made, or as the process ends in its own way
+for spec in sys.argv[2:]:
+    model = awake(attach(llama(bias=True), spec))
+    want = logits(model)
+    for layer in model.model.layers:
+        fully_shard(layer)
+    fully_shard(model)
+    kept.append(model)
+    print(spec, torch.equal(logits(model), want), verify(model, {"input_ids": IDS}).ok, flush=True)
+os._exit(0)
+"""
+
+
+def test_verify_reads_sharded_parameters_while_they_are_whole(tmp_path: Path) -> None:
+    """FSDP2 on one process: outside of their layer's forward its parameters are DTensors."""
+    specs = [*SPECS, "output:headwise,fill", "value:headwise,fill", "dense:elementwise,fill"]
+    command = [sys.executable, "-c", SHARDED, str(tmp_path / "ranks"), *specs]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=Path(__file__).parent)
+    assert done.stdout.split("\n")[:-1] == [f"{spec} True True" for spec in specs], done.stderr
+
+
+def test_a_gated_layer_may_be_replaced_through_add_module() -> None:
+    model = awake(attach(llama(), "value:headwise:sigmoid"))
+    want = logits(model)
+    for layer in model.model.layers:
+        twin = nn.Linear(24, 12, bias=False)
+        twin.load_state_dict(layer.self_attn.v_proj.state_dict())
+        layer.self_attn.add_module("v_proj", twin)
+    assert torch.equal(logits(model), want)
+    assert verify(model, {"input_ids": IDS}).ok
 
 
 def test_gpt2s_own_upcast_attention_is_refused() -> None:

@@ -76,6 +76,12 @@ class Follows(Swapped):
         if isinstance(old, (GatedLayer, Carrier)) and isinstance(value, nn.Module) and value is not old:
             _move(cast(nn.Module, old), value)
 
+    def add_module(self, name: str, module: nn.Module | None) -> None:
+        if isinstance(self.__dict__.get("_modules", {}).get(name), (GatedLayer, Carrier)):
+            setattr(self, name, module)
+        else:
+            super().add_module(name, module)  # type: ignore[misc]
+
 
 class GatedModule(Follows):
     """An attention module with a gate. It asks for the gated form of the attention function that the model is set to."""
@@ -198,7 +204,8 @@ def attach(
         spec: the gate, or one for each kind of attention: `{"self": ..., "cross": ...}`. In cross attention an output or
             query gate reads the query side, a value or key gate the memory.
         layers: numbers of the layers that get one, instead of the spec's own `layers=`.
-        names: only modules whose name matches one of these patterns, such as `model.decoder.*`.
+        names: only modules whose name matches one of these patterns, such as `model.decoder.*`. Without it all attention of the
+            model must be of known families: none is left out in silence.
 
     With `init=identity` every output of the model stays as it was, bit for bit. The gate is a child `attn_gate` of the
     attention module. Layers that it multiplies may be replaced by setting them on their parent, as PEFT does.
@@ -215,6 +222,8 @@ def attach(
     found = list(families.find(model))
     if not found:
         raise UnsupportedError("no attention that a gate can be attached to", _why_none(model))
+    if names is None:
+        _check_all_known(model, found)
     specs = _by_kind(spec, {row.kind for row in found})
     return _attach(model, _selected(found, specs, None if layers is None else sorted(set(layers)), names))
 
@@ -469,13 +478,34 @@ def _move(old: nn.Module, new: nn.Module) -> None:
     new.__dict__.update(kept)
 
 
-def _why_none(model: nn.Module) -> dict[str, str]:
-    """A reason for each kind of module that looks like attention."""
-    found = {type(module).__name__ for module in model.modules() if "attention" in type(module).__name__.lower()}
+def _check_all_known(model: nn.Module, found: list[Found]) -> None:
+    """UnsupportedError for attention beside the known that would be left out without a word."""
+    paths = [row.name.split(".") for row in found]
+    around = {".".join(words[:depth]) for words in paths for depth in range(len(words) + 1)}
+    left = {
+        name: type(module).__name__
+        for name, module in model.named_modules()
+        if type(module).__name__.endswith("Attention")
+        and name not in around
+        and not any(name.startswith(f"{row.name}.") for row in found)
+    }
+    if left:
+        first = next(iter(left))
+        raise UnsupportedError(
+            f"{len(found)} attention modules can have a gate, and {len(left)} cannot, such as {first}; to gate some only, say "
+            f"which: names=[{found[0].name!r}, ...]",
+            _why_none(model, set(left.values())),
+        )
+
+
+def _why_none(model: nn.Module, only: set[str] | None = None) -> dict[str, str]:
+    """A reason for each kind of module that looks like attention, or for these classes."""
+    classes = {type(module).__name__ for module in model.modules()}
+    found = {name for name in classes if (name in only if only is not None else "attention" in name.lower())}
     rows = ", ".join(family.name for family in families.FAMILIES)
     known = f"not of a known family ({rows}), and neither nn.MultiheadAttention nor timm's Attention, AttentionRope or EvaAttention"
     reasons = {name: NOT_DISPATCHING.get(name, known) for name in sorted(found)}
     for module in model.modules():
-        if native.row_of(module) is not None:
+        if native.row_of(module) is not None and (only is None or type(module).__name__ in only):
             reasons[type(module).__name__] = "it has a gate of its own, which gated_attn.hf.native_gates(model) shows"
     return reasons

@@ -16,7 +16,8 @@ from torch import Tensor, nn
 
 from gated_attn.errors import ShapeError, UnsupportedError
 from gated_attn.gate import Gate
-from gated_attn.hf.groups import Attention, Rows, attentions, fewest, owner
+from gated_attn.hf.groups import Attention, Rows, attentions, owner
+from gated_attn.hf.layouts import fewest
 
 PER_HEAD = {"relative_attention_bias.weight": 1, "relative_position_bias_table": 1, "sinks": 0}
 """Other parameters of attention modules with an axis of H entries: the end of the name, and which axis."""
@@ -103,12 +104,12 @@ def sharding_plan(model: nn.Module, tp: int) -> dict[str, Shard]:
             plan[name] = replicated
             continue
         axis = next((axis for end, axis in PER_HEAD.items() if name.endswith(f".{end}")), None)
-        if axis is None or parameters[name].shape[axis] != holder.heads:
+        if axis is None or parameters[name].shape[axis] != holder.sizes.heads:
             raise UnsupportedError(
                 f"{name} of shape {tuple(parameters[name].shape)} is a parameter of attention that the plan does not know: cut as "
                 "its heads or replicated? Attach gates with gated_attn.attach, or plan this model by hand"
             )
-        plan[name] = _cut("colwise", Rows(axis, {"q": (slice(0, holder.heads),)}), holder, tp)
+        plan[name] = _cut("colwise", Rows(axis, {"q": (slice(0, holder.sizes.heads),)}), holder, tp)
     return {name: plan[name] for name in parameters}
 
 
@@ -120,7 +121,7 @@ def head_range(heads: int, tp: int, rank: int) -> range:
 
 
 def _attention(attention: Attention, parameters: dict[str, nn.Parameter], tp: int) -> dict[str, Shard]:
-    H, K, E = attention.heads, attention.kv_heads, attention.head_dim
+    H, K, E = attention.sizes.heads, attention.sizes.kv_heads, attention.sizes.head_dim
     where = attention.name or "attention"
     if H % tp:
         raise ShapeError(f"{where} has {H} heads, which tp={tp} does not divide; use a divisor of {H}")
@@ -160,7 +161,7 @@ def _cut(kind: str, rows: Rows, attention: Attention, tp: int) -> Shard:
             heads[role] = head_range(count, tp, rank)
             each = len(own) // count
             chosen += own[heads[role].start * each : heads[role].stop * each]
-        ranks.append(fewest(sorted(chosen)))
+        ranks.append(tuple(fewest(sorted(chosen))))
         held.append(heads)
     shared = any(attention.per_head(role) < tp for role in rows.slices)
     return Shard(kind, rows.axis, tuple(ranks), tuple(held), partial=shared)
@@ -190,7 +191,7 @@ def _gate(name: str, gate: Gate, attention: Attention | None, tp: int) -> Iterat
     common = Shard("replicated", partial=True)
     each_head = spec.width != "shared" and spec.source != "query" and spec.width != "pairwise"
     for part, parameter in gate.named_parameters():
-        if part in ("fill_HE", "sink_key"):
+        if part in ("fill.fill_HE", "sink_key"):
             cut = True
         elif part.startswith("proj."):
             cut = each_head and ".lora_A." not in part

@@ -103,7 +103,7 @@ def verify(model: nn.Module, batch: Mapping[str, Any]) -> Verification:
         blocks = {name: _block(blocks_there, name) for name in found}
         outs = {name: _whose_output(model, row, found[name]) for name, row in blocks.items()}
         with _shut(found.values()):
-            shut = _outputs(model, batch, outs)
+            shut = _outputs(model, batch, outs, found)
         without = _without_gates(model, batch, found, blocks, outs)
         for name, gate in found.items():
             position = gate.spec.position
@@ -111,8 +111,8 @@ def verify(model: nn.Module, batch: Mapping[str, Any]) -> Verification:
             if not seen:
                 rows.append(Row(name, str(gate.spec), EXPECTED[position], None))
                 continue
-            wanted = without.get(name) or [_left(gate, outs[name], x, y) for x, y in seen]
-            got = [y for _, y in seen]
+            wanted = without.get(name) or [left for _, left in seen]
+            got = [y for y, _ in seen]
             deviation = max(float((a - b).abs().max()) if a.numel() else 0.0 for a, b in zip(got, wanted, strict=True))
             rows.append(Row(name, str(gate.spec), EXPECTED[position], deviation))
     finally:
@@ -140,24 +140,38 @@ def _leaves_a_computation(gate: Gate) -> bool:
 
 
 def _left(gate: Gate, out: nn.Module, x: Tensor, y: Tensor) -> Tensor:
-    """What a shut gate leaves of a block whose out projection read x and gave y."""
+    """What a shut gate leaves of a block whose out projection read x and gave y; asked while the block runs."""
+    fill_HE = gate.fill_HE
     if gate.spec.position == "dense":
-        return torch.zeros_like(y) if gate.fill_HE is None else gate.fill_HE.to(y.dtype).expand_as(y)
-    if gate.fill_HE is not None:
-        return out(gate.fill_HE.flatten().to(x.dtype).expand_as(x).contiguous())
+        return torch.zeros_like(y) if fill_HE is None else fill_HE.to(y.dtype).expand_as(y)
+    if fill_HE is not None:
+        return out.forward(fill_HE.flatten().to(x.dtype).expand_as(x).contiguous())
     bias = getattr(out, "bias", None)
+    if isinstance(bias, Tensor) and bias.device.type == "meta":  # offloaded again by now
+        return out.forward(torch.zeros_like(x))
     return torch.zeros_like(y) if bias is None else bias.to(y.dtype).expand_as(y)
 
 
 def _outputs(
-    model: nn.Module, batch: Mapping[str, Any], outs: Mapping[str, nn.Module]
+    model: nn.Module, batch: Mapping[str, Any], outs: Mapping[str, nn.Module], gates: Mapping[str, Gate]
 ) -> dict[str, list[tuple[Tensor, Tensor]]]:
-    """(input, output) of each out projection, one pair per call."""
+    """(output, what a shut gate leaves) of each out projection, one pair per call (where it has to be computed: the output).
+
+    Both are taken as the call ends, while sharded parameters are whole; soon after, their storage is freed.
+    """
     seen: dict[str, list[tuple[Tensor, Tensor]]] = {name: [] for name in outs}
-    handles = [
-        out.register_forward_hook(lambda module, args, y, own=seen[name]: own.append((args[0], _padded(y))))
-        for name, out in outs.items()
-    ]
+
+    def look(name: str) -> Any:
+        def hook(out: nn.Module, args: tuple[Tensor, ...], y: Any) -> None:
+            whole = _padded(y)
+            gate = gates[name]
+            seen[name].append(
+                (whole, whole if _leaves_a_computation(gate) else _left(gate, out, args[0], whole).clone())
+            )
+
+        return hook
+
+    handles = [out.register_forward_hook(look(name)) for name, out in outs.items()]
     try:
         model(**batch)
     finally:
@@ -188,11 +202,11 @@ def _without_gates(
     ]
     try:
         with _shut([gate for name, gate in found.items() if name not in names]):
-            seen = _outputs(model, batch, {name: outs[name] for name in names})
+            seen = _outputs(model, batch, {name: outs[name] for name in names}, found)
     finally:
         for handle in handles:
             handle.remove()
-    return {name: [y for _, y in pairs] for name, pairs in seen.items()}
+    return {name: [y for y, _ in pairs] for name, pairs in seen.items()}
 
 
 def _gated_layer(model: nn.Module, attention: nn.Module) -> nn.Module:
@@ -205,8 +219,8 @@ def _put_what_is_left(gate: Gate) -> Any:
 
     def hook(module: nn.Module, args: Any, y: Tensor) -> Tensor:
         plan = module.__dict__[PLAN]
-        fill_HE = torch.zeros(gate.shape_HG[0], 1) if gate.fill_HE is None else gate.fill_HE
-        fill_HE = fill_HE.to(y)
+        fill_HE = gate.fill_HE
+        fill_HE = y.new_zeros(gate.shape_HG[0], 1) if fill_HE is None else fill_HE.to(y)
         if plan.axis == "heads first":
             return fill_HE[:, None].expand_as(y)
         if plan.axis == "heads":
