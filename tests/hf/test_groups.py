@@ -8,7 +8,7 @@ import sys
 import types
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -21,7 +21,8 @@ transformers = pytest.importorskip("transformers")
 from gated_attn.errors import RecipeError, ShapeError, SpecError, UnsupportedError  # noqa: E402
 from gated_attn.gate import Gate  # noqa: E402
 from gated_attn.hf.attach import attach, gates  # noqa: E402
-from gated_attn.hf.groups import Rows, count, gate_parameters, lora_targets, param_groups, roles  # noqa: E402
+from gated_attn.hf.counts import count  # noqa: E402
+from gated_attn.hf.groups import Rows, gate_parameters, lora_targets, param_groups, roles  # noqa: E402
 from gated_attn.hf.sharding import Shard, head_range, sharding_plan  # noqa: E402
 from gated_attn.models.decoder import Decoder, DecoderConfig  # noqa: E402
 from gated_attn.nn.attention import GatedAttention  # noqa: E402
@@ -177,18 +178,144 @@ def test_roles_tile_the_output_axis(family: str) -> None:
     assert set(gate_parameters(model)) <= set(found)
 
 
-def test_rows_of_fused_projections_are_the_heads_own() -> None:
-    """Zeroed rows silence exactly the queries, keys or values of the module."""
-    for make, child in ((phi3, "qkv_proj"), (gpt2, "c_attn"), (neox, "query_key_value")):
-        model = attach(make(), HEADWISE)
-        weight_name = next(name for name in roles(model) if name.endswith(f"{child}.weight"))
-        rows = roles(model)[weight_name]
-        E = 12 if make is phi3 else 11
-        K = 2 if make is phi3 else 4
-        assert {role: sum(s.stop - s.start for s in slices) for role, slices in rows.slices.items()} == {
-            "q": 4 * E, "k": K * E, "v": K * E,
-        }  # fmt: skip
-    assert [s.start for s in rows.slices["q"]] == [0, 33, 66, 99]  # per head: [q k v] of width 11 each
+class Block(NamedTuple):
+    """Attention of one model: how it is called, alone and causal, and where its projections and its heads' outputs lie."""
+
+    model: nn.Module
+    path: str
+    call: Callable[[Any, Tensor], Tensor]
+    fused: str
+    out: str
+    sizes: tuple[int, int, int, int]
+
+
+def unturned(attention: Any, x: Tensor, width: int) -> Tensor:
+    """transformers' attention with rotary positions that rotate by 0."""
+    turn = (x.new_ones(*x.shape[:2], width), x.new_zeros(*x.shape[:2], width))
+    return attention(hidden_states=x, position_embeddings=turn, attention_mask=None)[0]
+
+
+def multihead() -> nn.Module:
+    model = nn.TransformerEncoderLayer(44, 4, 37, batch_first=True)
+    return attach(model, "output:headwise,source=constant,bias=0.3")
+
+
+def causal(attention: Any, x: Tensor) -> Tensor:
+    hidden_TT = torch.ones(x.shape[1], x.shape[1], dtype=torch.bool).triu(1)
+    return attention(x, x, x, need_weights=False, attn_mask=hidden_TT)[0]
+
+
+# path, call, fused child, out projection, (D, H, K, E)
+BLOCKS: dict[str, tuple[Callable[[], nn.Module], Any]] = {
+    "gpt2": (gpt2, ("transformer.h.1.attn", lambda a, x: a(x)[0], "c_attn.", "c_proj", (44, 4, 4, 11))),
+    "gpt_neox": (
+        neox, ("gpt_neox.layers.1.attention", lambda a, x: unturned(a, x, 2), "query_key_value.", "dense", (44, 4, 4, 11))
+    ),
+    "phi3": (phi3, ("model.layers.1.self_attn", lambda a, x: unturned(a, x, 12), "qkv_proj.", "o_proj", (48, 4, 2, 12))),
+    "qwen3_5": (qwen3_5, ("model.layers.1.self_attn", lambda a, x: unturned(a, x, 4), "", "o_proj", (44, 4, 2, 16))),
+    "multihead": (multihead, ("self_attn", causal, "in_proj_", "out_proj", (44, 4, 4, 11))),
+}  # fmt: skip
+
+
+def block(family: str) -> Block:
+    """With every weight and bias drawn; the number 1 in every token's first channel stands in for a bias."""
+    make, where = BLOCKS[family]
+    built = Block(make().double().eval(), *where)
+    wake(built.model.get_submodule(built.path))
+    return built
+
+
+def tokens(one: Block) -> Tensor:
+    x_BTD = torch.randn(2, 5, one.sizes[0], dtype=torch.float64)
+    x_BTD[..., 0] = 1
+    return x_BTD
+
+
+@torch.no_grad()
+def run(one: Block, x_BTD: Tensor) -> Tensor:
+    return one.call(one.model.get_submodule(one.path), x_BTD)
+
+
+@torch.no_grad()
+def settle(one: Block, role: str, value: float | Tensor) -> None:
+    """Make what `roles` calls so the same for every token: each row of the weight gives its number in `value`."""
+    for name, rows in roles(one.model).items():
+        if name.startswith(f"{one.path}.{one.fused}") and ".attn_gate." not in name and role in rows.slices:
+            parameter = one.model.get_parameter(name)
+            pieces = rows.split(parameter)
+            pieces[role].zero_()
+            if parameter.dim() == 2:
+                pieces[role].select(1 - rows.axis, 0).copy_(torch.as_tensor(value))
+            parameter.copy_(rows.join(pieces))
+
+
+@pytest.mark.parametrize("family", BLOCKS)
+def test_roles_are_what_attention_does_with_the_rows(family: str) -> None:
+    """Against the model's own forward.
+
+    Without values the block gives its bias; with keys that are all the same it gives the mean of what each token so far gives
+    alone, whatever the queries are, and with queries that are all the same it does not; and a gate of 1, 1/2, 0 does so.
+    """
+    D, H, K, E = block(family).sizes
+    x_BTD = tokens(block(family))
+    keys, queries = torch.randn(K * E, dtype=torch.float64), torch.randn(H * E, dtype=torch.float64)
+
+    def with_(**values: float | Tensor) -> Block:
+        torch.manual_seed(7)
+        one = block(family)
+        if family == "qwen3_5":
+            values = {"gate": 1e3, **values}
+        for role, value in values.items():
+            settle(one, role, value)
+        return one
+
+    plain = with_()
+    out = plain.model.get_submodule(plain.path).get_submodule(plain.out)
+    bias = torch.zeros(D, dtype=torch.float64) if out.bias is None else out.bias.detach()
+    alone = torch.cat([run(plain, x_BTD[:, t : t + 1]) for t in range(5)], 1)
+    means = alone.cumsum(1) / torch.arange(1, 6)[:, None]
+    got = run(plain, x_BTD)
+    assert (got - means).abs().max() > 1e-2
+    assert torch.equal(run(with_(v=0.0), x_BTD), bias.expand_as(got))
+    for values in ({"k": keys}, {"k": 0.0}, {"q": 0.0}):
+        torch.testing.assert_close(run(with_(**values), x_BTD), means, rtol=1e-9, atol=1e-9)
+    assert (run(with_(q=queries), x_BTD) - means).abs().max() > 1e-2
+    if family == "qwen3_5":
+        assert torch.equal(run(with_(gate=0.0), x_BTD), got / 2)
+        assert not run(with_(gate=-1e3), x_BTD).any()
+
+
+@pytest.mark.parametrize("family", BLOCKS)
+def test_rows_of_a_head_move_the_output_of_that_head_alone(family: str) -> None:
+    one = block(family)
+    _, H, K, E = one.sizes
+    attention, x_BTD = one.model.get_submodule(one.path), tokens(one)
+    with torch.no_grad():  # what the heads give, instead of their projection
+        attention.get_submodule(one.out).weight = nn.Parameter(torch.eye(H * E, dtype=torch.float64))
+    before_BTHE = run(one, x_BTD).unflatten(-1, (H, E))
+    seen = set()
+    for name, rows in roles(one.model).items():
+        if not name.startswith(f"{one.path}.{one.fused}") or ".attn_gate." in name or "out" in rows.slices:
+            continue
+        parameter = one.model.get_parameter(name)
+        kept = parameter.detach().clone()
+        for role in rows.slices.keys() & {"q", "gate", "k", "v"}:
+            heads = K if role in ("k", "v") else H
+            for head in range(heads):
+                pieces = rows.split(kept)
+                pieces[role].chunk(heads, rows.axis)[head].add_(torch.rand(()))
+                with torch.no_grad():
+                    parameter.copy_(rows.join(pieces))
+                moved_H = (run(one, x_BTD).unflatten(-1, (H, E)) - before_BTHE).abs().amax((0, 1, 3)) > 1e-9
+                # A bias of the keys adds the same number to all scores of a query, which softmax does not see.
+                seen_at_all = not (role == "k" and name.endswith("bias"))
+                want_H = [seen_at_all and h // (H // heads) == head for h in range(H)]
+                assert moved_H.tolist() == want_H, (name, role, head)
+                seen.add(role)
+        with torch.no_grad():
+            parameter.copy_(kept)
+    assert seen >= {"q", "k", "v"}
+    assert ("gate" in seen) == (family == "qwen3_5")
 
 
 def test_native_rows_interleave_queries_and_gate() -> None:
@@ -485,6 +612,39 @@ def test_counts_are_torch_s(family: str, spec: str) -> None:
     per_token = found.gate_flops * tokens.numel()
     if "lse" not in spec:  # a sink key is multiplied with the queries inside attention
         assert flops(model, tokens) - before == per_token
+
+
+@pytest.mark.parametrize("spec", [None, HEADWISE, "output:elementwise,source=query", "dense:elementwise,rank=3"])
+@pytest.mark.parametrize(("layers", "groups", "inner"), [(6, 1, 1), (5, 2, 1), (7, 3, 2)])
+def test_albert_s_shared_layers_count_as_often_as_they_run(
+    layers: int, groups: int, inner: int, spec: str | None
+) -> None:
+    config = transformers.AlbertConfig(
+        vocab_size=61, embedding_size=13, hidden_size=44, intermediate_size=37, num_attention_heads=4, num_hidden_layers=layers,
+        num_hidden_groups=groups, inner_group_num=inner,
+    )  # fmt: skip
+    model = transformers.AlbertForMaskedLM(config).eval()
+    before = linear_flops(model)
+    if spec is not None:
+        attach(model, spec)
+    found = count(model)
+    assert found.flops == linear_flops(model)
+    assert found.gate_flops == linear_flops(model) - before
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2", "gpt_neox"])
+def test_all_linear_layers_count_as_torch_counts_them(family: str) -> None:
+    model = attach(FAMILIES[family](), ELEMENTWISE).eval()
+    assert count(model).flops == linear_flops(model)
+
+
+def linear_flops(model: nn.Module) -> float:
+    """Per token, without what attention multiplies."""
+    ids_BT = torch.randint(3, 61, (2, 6))
+    with FlopCounterMode(display=False) as counter, torch.no_grad():
+        model(ids_BT)
+    found = counter.get_flop_counts()["Global"]
+    return sum(n for operation, n in found.items() if str(operation) in ("aten.mm", "aten.addmm")) / ids_BT.numel()
 
 
 def test_counts_by_hand() -> None:

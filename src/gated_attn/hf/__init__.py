@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from gated_attn.hf.callbacks import GateDecay as GateDecay
     from gated_attn.hf.callbacks import GateMonitor as GateMonitor
     from gated_attn.hf.callbacks import GateWarmup as GateWarmup
-    from gated_attn.hf.groups import count as count
+    from gated_attn.hf.counts import count as count
     from gated_attn.hf.groups import lora_targets as lora_targets
     from gated_attn.hf.groups import param_groups as param_groups
     from gated_attn.hf.groups import roles as roles
@@ -27,7 +27,8 @@ if TYPE_CHECKING:
 _HOMES = {
     "attach": ("gates",),
     "callbacks": ("GateDecay", "GateMonitor", "GateWarmup"),
-    "groups": ("count", "lora_targets", "param_groups", "roles"),
+    "counts": ("count",),
+    "groups": ("lora_targets", "param_groups", "roles"),
     "native": ("native_gates",),
     "sharding": ("sharding_plan",),
     "store": ("load_gates", "save_gates"),

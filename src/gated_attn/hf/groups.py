@@ -1,4 +1,4 @@
-"""What tools around a model ask about its gates: parameter groups, the role of every row, LoRA targets, counts.
+"""What tools around a model ask about its gates: parameter groups, the role of every row, LoRA targets.
 
 Everything is read from attention modules and `Gate`s that stand in the model: transformers models with attached or native
 gates, the modules of `gated_attn.nn`, and any of them inside peft.
@@ -9,7 +9,7 @@ Shapes: H heads, K key/value heads, E head width, D model width, N output channe
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -18,8 +18,9 @@ from torch import Tensor, nn
 
 from gated_attn.errors import RecipeError, ShapeError, SpecError, UnsupportedError, suggestion
 from gated_attn.gate import Gate
-from gated_attn.hf import families, plain
+from gated_attn.hf import families, layouts, plain
 from gated_attn.hf.families import Family, Part
+from gated_attn.hf.layouts import Sizes
 from gated_attn.hf.native import native_gates, row_of
 from gated_attn.nn.attention import GatedAttention
 from gated_attn.nn.multihead import GatedMultiheadAttention
@@ -70,9 +71,7 @@ class Attention:
     """
 
     name: str
-    heads: int
-    kv_heads: int
-    head_dim: int
+    sizes: Sizes
     outputs: dict[str, Rows]
     out: dict[str, int | None]
     norms: tuple[str, ...]
@@ -81,7 +80,7 @@ class Attention:
 
     def per_head(self, role: str) -> int:
         """How many heads share this role's rows."""
-        return self.kv_heads if role in ("k", "v") else self.heads
+        return self.sizes.kv_heads if role in ("k", "v") else self.sizes.heads
 
 
 def attentions(model: nn.Module) -> Iterator[Attention]:
@@ -182,8 +181,8 @@ def roles(model: nn.Module) -> dict[str, Rows]:
             size = sum(one.stop - one.start for slices in rows.slices.values() for one in slices)
             if parameters[name].shape[rows.axis] != size:
                 raise ShapeError(
-                    f"{name} is {tuple(parameters[name].shape)}; {attention.heads} heads, {attention.kv_heads} KV heads of width "
-                    f"{attention.head_dim} have {size} rows on axis {rows.axis}: is the weight quantised?"
+                    f"{name} is {tuple(parameters[name].shape)}; {attention.sizes.heads} heads, {attention.sizes.kv_heads} KV "
+                    f"heads of width {attention.sizes.head_dim} have {size} rows on axis {rows.axis}: is the weight quantised?"
                 )
             found[name] = rows
         for name, axis in attention.out.items():
@@ -231,87 +230,10 @@ def lora_targets(model: nn.Module, what: str) -> list[str]:
     return list(dict.fromkeys(found))
 
 
-@dataclass(frozen=True)
-class Count:
-    """Parameters, and forward FLOPs per token of the linear layers (2 per weight, as torch's flop counter says)."""
-
-    parameters: int
-    gate_parameters: int
-    flops: int
-    gate_flops: int
-
-    @property
-    def parameter_overhead(self) -> float:
-        """Gate parameters in % of the rest."""
-        return 100 * self.gate_parameters / max(self.parameters - self.gate_parameters, 1)
-
-    @property
-    def flop_overhead(self) -> float:
-        """Gate FLOPs in % of the other linear layers'."""
-        return 100 * self.gate_flops / max(self.flops - self.gate_flops, 1)
-
-    def __str__(self) -> str:
-        return (
-            f"{self.parameters:,} parameters, {self.gate_parameters:,} of them in gates (+{self.parameter_overhead:.3g}%); "
-            f"{self.flops:,} FLOPs per token in linear layers, {self.gate_flops:,} of them in gates (+{self.flop_overhead:.3g}%)"
-        )
-
-
-def count(model: nn.Module) -> Count:
-    """How many numbers the model and its gates learn, and what their linear layers compute per token.
-
-    A headwise gate is D*H weights, an elementwise one D*H*E; a gate of the queries is applied once per head, and a pairwise
-    gate's key map once per KV head. Attention scores are left out (they depend on the length), and so is the product of a
-    pairwise gate's logits. Each module counts as called once per token. A native gate fused with the queries counts as its rows.
-    """
-    owners = {attention.name: attention for attention in attentions(model)}
-    calls, in_gates = {}, set()
-    for name, module in model.named_modules():
-        if isinstance(module, Gate):
-            for part, layer in module.named_modules():
-                calls[id(layer)] = _calls(module, owner(owners, name), part)
-                in_gates.add(id(layer))
-    in_gates |= {id(model.get_submodule(a.gate_layer)) for a in owners.values() if a.gate_layer}
-    total, gate, flops, gate_flops = 0, 0, 0, 0
-    inside = set(gate_parameters(model))
-    for name, parameter in model.named_parameters():
-        total += parameter.numel()
-        gate += parameter.numel() if name in inside else 0
-    for module in model.modules():
-        weight = getattr(module, "weight", None)
-        if isinstance(weight, Tensor) and (isinstance(module, nn.Linear) or hasattr(module, "nx")):
-            n = 2 * weight.numel() * calls.get(id(module), 1)
-            flops += n
-            gate_flops += n if id(module) in in_gates else 0
-    shapes = dict(model.named_parameters())
-    for attention in owners.values():
-        for name, rows in attention.outputs.items():
-            if "gate" in rows.slices and name not in inside:
-                share = (
-                    sum(s.stop - s.start for s in rows.slices["gate"])
-                    * shapes[name].numel()
-                    // shapes[name].shape[rows.axis]
-                )
-                gate += share
-                gate_flops += 2 * share if shapes[name].dim() > 1 else 0
-        if attention.q_layer is None:  # weights of nn.MultiheadAttention's kind, which no linear layer holds
-            for name in attention.outputs:
-                flops += 2 * shapes[name].numel() if shapes[name].dim() > 1 else 0
-    return Count(total, gate, flops, gate_flops)
-
-
 def owner(owners: Mapping[str, Attention], gate: str) -> Attention | None:
     """The attention module that a gate of this name stands in, or None."""
     inside = [name for name in owners if gate.startswith(f"{name}." if name else "")]
     return owners[max(inside, key=len)] if inside else None
-
-
-def _calls(gate: Gate, attention: Attention | None, part: str) -> int:
-    """How often per token one of a gate's linear layers is applied."""
-    heads = gate.shape_HG[0]
-    if gate.spec.width == "pairwise":
-        return attention.kv_heads if part.startswith("key_proj") and attention is not None else heads
-    return heads if gate.spec.source == "query" else 1
 
 
 def _family(module: nn.Module) -> Family | None:
@@ -331,59 +253,57 @@ def _attention(model: nn.Module, name: str, family: Family, names: Mapping[int, 
     module = model.get_submodule(name)
     native = row_of(module)
     gate = native.layer if native is not None and native.layout == "separate" else ""
-    H, K, E = families.sizes(module, family)
-    outputs: dict[str, Rows] = {}
-    fused: dict[str, Part] = {part.child: part for part in (family.v, family.k, family.q)}
-    for child, part in fused.items():
-        letters = part.order or next(word for word in "qkv" if getattr(family, word) == part)
-        outputs |= _outputs(families.read(module, child), _tiles(part.layout, letters, H, K, E), names)
-    for letter in "qkv":  # EVA has them beside its fused projection
-        bias = getattr(module, f"{letter}_bias", None)
-        if isinstance(bias, nn.Parameter):
-            outputs[names[id(bias)]] = Rows(0, _tiles("flat", letter, H, K, E))
+    sizes = Sizes(*families.sizes(module, family))
+    outputs = _projections(module, family, sizes, names)
     if gate:
         layer = families.read(module, gate)
-        rows = next(layer.parameters()).shape[0]
-        outputs |= _outputs(layer, {"gate": (slice(0, rows),)}, names)
+        outputs |= _outputs(layer, {"gate": (slice(0, next(layer.parameters()).shape[0]),)}, names)
     if native is not None and native.head_bias:
-        outputs[names[id(families.read(module, native.head_bias))]] = Rows(0, {"gate": (slice(0, H),)})
+        outputs[names[id(families.read(module, native.head_bias))]] = Rows(0, {"gate": (slice(0, sizes.heads),)})
     root, path = module, family.out
     if path.startswith("../"):
         root, path = model.get_submodule(name.rpartition(".")[0]), path.removeprefix("../")
+    out = dict(_inputs(families.read(root, path), names))
     norms = [getattr(module, norm, None) for norm in family.norms] if family.norm else []
     found = [
         names[id(p)] for norm in norms if norm is not None for n, p in norm.named_parameters() if "attn_gate" not in n
     ]
     dot = f"{name}." if name else ""
     return Attention(
-        name, H, K, E, outputs, dict(_inputs(families.read(root, path), names)), tuple(found), f"{dot}{family.q.child}",
-        f"{dot}{gate}" if gate else None,
-    )  # fmt: skip
+        name, sizes, outputs, out, tuple(found), f"{dot}{family.q.child}", f"{dot}{gate}" if gate else None
+    )
+
+
+def _projections(module: nn.Module, family: Family, sizes: Sizes, names: Mapping[int, str]) -> dict[str, Rows]:
+    found: dict[str, Rows] = {}
+    children: dict[str, Part] = {part.child: part for part in (family.v, family.k, family.q)}
+    for child, part in children.items():
+        letters = part.order or next(word for word in "qkv" if getattr(family, word) == part)
+        found |= _outputs(families.read(module, child), _slices(part.layout, letters, sizes), names)
+    for letter in "qkv":  # EVA has them beside its fused projection
+        bias = getattr(module, f"{letter}_bias", None)
+        if isinstance(bias, nn.Parameter):
+            found[names[id(bias)]] = Rows(0, _slices("flat", letter, sizes))
+    return found
 
 
 def _multihead(name: str, module: GatedMultiheadAttention, names: Mapping[int, str]) -> Attention:
-    H, E = module.num_heads, module.head_dim
+    sizes = Sizes(module.num_heads, module.num_heads, module.head_dim)
     outputs = {}
     for letters, parameter in (
         ("qkv", module.in_proj_weight), ("qkv", module.in_proj_bias), ("q", module.q_proj_weight), ("k", module.k_proj_weight),
         ("v", module.v_proj_weight),
     ):  # fmt: skip
         if parameter is not None:
-            outputs[names[id(parameter)]] = Rows(0, _tiles("flat", letters, H, H, E))
-    return Attention(name, H, H, E, outputs, dict(_inputs(module.out_proj, names)), (), None)
+            outputs[names[id(parameter)]] = Rows(0, _slices("flat", letters, sizes))
+    return Attention(name, sizes, outputs, dict(_inputs(module.out_proj, names)), (), None)
 
 
-def _tiles(layout: str, letters: str, H: int, K: int, E: int) -> dict[str, tuple[slice, ...]]:
-    """Role -> its slices, in order of heads, where the letters' rows lie whole after whole or head by head."""
-    units = H if layout == "per_head" else 1
-    each = {LETTERS[one]: E * (1 if units > 1 else K if one in "kv" else H) for one in letters}
-    found: dict[str, list[slice]] = {role: [] for role in each}
-    start = 0
-    for _ in range(units):
-        for role, size in each.items():
-            found[role].append(slice(start, start + size))
-            start += size
-    return {role: tuple(slices) for role, slices in found.items()}
+def _slices(layout: str, letters: str, sizes: Sizes) -> dict[str, tuple[slice, ...]]:
+    """Role -> its slices, in order of heads, where the letters' rows lie whole after whole or head by head (see `Part`)."""
+    unit = "head" if layout == "per_head" else "all"
+    spans = layouts.spans(((unit, tuple(LETTERS[one] for one in letters)),), sizes, "elementwise")
+    return {role: tuple(layouts.fewest(span.index().tolist())) for role, span in spans.items()}
 
 
 def _inside_peft(model: Any) -> nn.Module:
@@ -415,14 +335,3 @@ def _inputs(layer: nn.Module, names: Mapping[int, str]) -> Iterator[tuple[str, i
     yield names[id(base.weight)], 0 if hasattr(base, "nx") else 1
     if base.bias is not None:
         yield names[id(base.bias)], None
-
-
-def fewest(rows: Sequence[int]) -> tuple[slice, ...]:
-    """Ascending row numbers as the fewest slices."""
-    found: list[slice] = []
-    for row in rows:
-        if found and found[-1].stop == row:
-            found[-1] = slice(found[-1].start, row + 1)
-        else:
-            found.append(slice(row, row + 1))
-    return tuple(found)
