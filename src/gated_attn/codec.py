@@ -1,4 +1,4 @@
-"""How a record is checked, becomes JSON and is written: the machinery under `records`. The standard library only."""
+"""How a record is checked, becomes JSON and is written, and how files and folders appear whole. The standard library only."""
 
 from __future__ import annotations
 
@@ -7,15 +7,17 @@ import math
 import numbers
 import os
 import secrets
+import shutil
 import types
 import typing
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import fields, is_dataclass, replace
 from functools import cache
 from pathlib import Path
 from typing import Any, ClassVar, TypeVar
 
-from gated_attn.errors import RecordError
+from gated_attn.errors import CheckpointError, RecordError
 
 R = TypeVar("R", bound="Record")
 
@@ -105,20 +107,41 @@ class Record(Checked):
             raise RecordError(f"{path}: {error}") from error
 
 
+@contextmanager
+def drafted(target: str | os.PathLike[str], *, replace: bool = False) -> Iterator[Path]:
+    """A path beside `target` to write a file or a folder to; it becomes the target at the end, and is removed after an error.
+
+    Nothing is made here, the parent folder neither. With `replace` a file may be there already, and is replaced by the rename;
+    without it, whatever is there raises CheckpointError before anything is written.
+
+    Example:
+        >>> with drafted(folder) as draft:
+        ...     draft.mkdir(parents=True)
+        ...     (draft / "config.json").write_text(config)
+    """
+    final = Path(target)
+    if not replace and os.path.lexists(final):
+        raise CheckpointError(f"{final} exists and is not overwritten: name another path, or remove it first")
+    draft = final.with_name(f".{final.name}.{secrets.token_hex(4)}.tmp")
+    try:
+        yield draft
+        os.replace(draft, final)
+    except BaseException:
+        if draft.is_dir():
+            shutil.rmtree(draft, ignore_errors=True)
+        else:
+            draft.unlink(missing_ok=True)
+        raise
+
+
 def write_text(path: str | os.PathLike[str], text: str) -> Path:
     """Write `text` as UTF-8 to `path` atomically, making its folder if need be; returns the path."""
     target = Path(path)
     target.parent.mkdir(parents=True, exist_ok=True)
-    draft = target.with_name(f".{target.name}.{secrets.token_hex(4)}.tmp")
-    try:
-        with draft.open("x", encoding="utf-8", newline="\n") as file:
-            file.write(text)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(draft, target)
-    except BaseException:
-        draft.unlink(missing_ok=True)
-        raise
+    with drafted(target, replace=True) as draft, draft.open("x", encoding="utf-8", newline="\n") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
     return target
 
 

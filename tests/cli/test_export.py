@@ -12,7 +12,7 @@ import torch
 from typer.testing import CliRunner
 
 from gated_attn.cli.app import app
-from gated_attn.errors import RecipeError, UnsupportedError
+from gated_attn.errors import CheckpointError, RecipeError, UnsupportedError
 from gated_attn.train.load import load_run
 
 transformers = pytest.importorskip("transformers")
@@ -90,5 +90,5 @@ def test_mistakes_say_what_to_name(run: Path, tmp_path: Path) -> None:
     with pytest.raises(UnsupportedError, match="laguna: its gate is softplus, the model has sigmoid"):
         invoke("export", run, tmp_path / "out", "--target", "laguna")
     assert not (tmp_path / "out").exists()
-    with pytest.raises(FileExistsError):
+    with pytest.raises(CheckpointError, match="exists and is not overwritten"):
         invoke("export", run, tmp_path / "empty")

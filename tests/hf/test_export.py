@@ -16,7 +16,7 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from gated_attn.errors import MissingExtraError, UnsupportedError, VerificationError
+from gated_attn.errors import CheckpointError, MissingExtraError, UnsupportedError, VerificationError
 from gated_attn.gate import Gate
 from gated_attn.models.decoder import Decoder, DecoderConfig
 from gated_attn.nn import Rope
@@ -297,7 +297,7 @@ def test_other_greedy_tokens_are_caught(tmp_path: Path, monkeypatch: pytest.Monk
 
 def test_an_existing_folder_is_left_alone(tmp_path: Path) -> None:
     (tmp_path / "out").mkdir()
-    with pytest.raises(FileExistsError, match="name a new folder"):
+    with pytest.raises(CheckpointError, match="exists and is not overwritten: name another path"):
         export(decoder(), tmp_path / "out")
     assert not list((tmp_path / "out").iterdir())
 

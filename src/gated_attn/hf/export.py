@@ -9,8 +9,6 @@ import contextlib
 import copy
 import json
 import os
-import secrets
-import shutil
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,9 +17,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from gated_attn.codec import drafted
 from gated_attn.errors import MissingExtraError, UnsupportedError, VerificationError, suggestion
 from gated_attn.hf.canonical import LLAMA, NORMS, PROJECTIONS, Canonical, GateWeights, canonical, paths
-from gated_attn.hf.layouts import fold_2sigmoid
+from gated_attn.hf.layouts import Sizes, expand_headwise, fold_2sigmoid, join, to_zero_centred
 
 TOLERANCE = 1e-5
 """Largest difference between source and export that float32 rounding explains, as a share of the largest logit."""
@@ -130,7 +129,7 @@ def export(
     Raises:
         UnsupportedError: no target, or not the one asked for, can express the model; a reason for each.
         VerificationError: the reloaded model differs: missing or unexpected keys, logits, greedy tokens.
-        FileExistsError: the folder is there.
+        CheckpointError: the folder is there.
 
     Example:
         >>> export(Decoder(config), "out").target
@@ -138,20 +137,13 @@ def export(
     """
     _transformers()
     final = Path(folder)
-    if final.exists():
-        raise FileExistsError(f"{final} exists; name a new folder, or remove it first")
-    source = canonical(model, context)
-    name = _choose(source, target)
-    final.parent.mkdir(parents=True, exist_ok=True)
-    draft = final.with_name(f".{final.name}.{secrets.token_hex(4)}.tmp")
-    try:
+    with drafted(final) as draft:
+        source = canonical(model, context)
+        name = _choose(source, target)
         parameters = _write(name, source, draft)
         if (generation := getattr(model, "generation_config", None)) is not None:
             generation.save_pretrained(draft)
         error, padded, allowed = verify_export(model, draft)
-        draft.rename(final)
-    finally:
-        shutil.rmtree(draft, ignore_errors=True)
     return ExportReport(final, name, parameters, error, padded, allowed, 2 * NEW_TOKENS, _notes(TARGETS[name], source))
 
 
@@ -267,11 +259,21 @@ def why_not(name: str, c: Canonical) -> list[str]:
 
 
 def _lossy_norms(c: Canonical) -> list[str]:
-    """Norms whose w - 1 a narrow dtype cannot hold; float32's own rounding is within the tolerance."""
-    if torch.finfo(c.dtype).eps <= torch.finfo(torch.float32).eps:
-        return []
-    norms = {name: t.float() for name, t in c.tensors.items() if _module(name) in NORMS}
-    return [name for name, w in norms.items() if not torch.equal((w - 1).to(c.dtype).float() + 1, w)]
+    """Norms whose w - 1 the model's dtype cannot hold."""
+    found = []
+    for name, scale in c.tensors.items():
+        try:
+            if _module(name) in NORMS:
+                _zero_centred(scale, c.dtype)
+        except UnsupportedError:
+            found.append(name)
+    return found
+
+
+def _zero_centred(scale: Tensor, dtype: torch.dtype) -> Tensor:
+    """w = scale - 1, exact or UnsupportedError in a narrow dtype; float32's own rounding is within the tolerance."""
+    narrow = torch.finfo(dtype).eps > torch.finfo(torch.float32).eps
+    return to_zero_centred(scale, dtype) if narrow else scale - 1
 
 
 def _write(name: str, c: Canonical, folder: Path) -> int:
@@ -279,7 +281,7 @@ def _write(name: str, c: Canonical, folder: Path) -> int:
     from huggingface_hub import save_torch_state_dict
 
     tensors = state_dict(name, c)
-    folder.mkdir()
+    folder.mkdir(parents=True)
     _config(name, c).save_pretrained(folder)
     config = json.loads((folder / "config.json").read_text(encoding="utf-8")) | ENGINES.get(name, {})
     if TARGETS[name].partial and name in ENGINES:  # at the top level too, where llama.cpp looks for it
@@ -308,13 +310,13 @@ def state_dict(name: str, c: Canonical) -> dict[str, Tensor]:
             zeros = torch.zeros(c.sizes["num_attention_heads"], 1, c.sizes["hidden_size"], dtype=c.dtype)
             gate = GateWeights(zeros, None, "sigmoid")
             tensors[f"{i}.o.weight"] = fold_2sigmoid(tensors[f"{i}.o.weight"])
-        _place_gate(target, tensors, i, gate, c.sizes["head_dim"] if target.fused else _width(c))
+        _place_gate(target, c, tensors, i, gate)
     if c.has_bias:  # one switch for all projections
         for i in range(len(c.gates)):
             for key in (f"{i}.{name}" for name in PROJECTIONS):
                 tensors.setdefault(f"{key}.bias", tensors[f"{key}.weight"].new_zeros(len(tensors[f"{key}.weight"])))
     if target.zero_centred:
-        tensors |= {key: (t.float() - 1).to(t.dtype) for key, t in tensors.items() if _module(key) in NORMS}
+        tensors |= {key: _zero_centred(t, c.dtype) for key, t in tensors.items() if _module(key) in NORMS}
     places = paths(target.names, len(c.gates))
     return {
         f"{places[module]}.{kind}": t.clone()
@@ -322,26 +324,35 @@ def state_dict(name: str, c: Canonical) -> dict[str, Tensor]:
     }
 
 
-def _place_gate(target: Target, tensors: dict[str, Tensor], layer: int, gate: GateWeights, width: int) -> None:
-    """Write the gate's rows, `width` per head, as g_proj or behind each head's queries."""
-    H, _, D = gate.weight_HGD.shape
-    weight_HGD = gate.weight_HGD.expand(H, width, D)
+def _place_gate(target: Target, c: Canonical, tensors: dict[str, Tensor], layer: int, gate: GateWeights) -> None:
+    """Write the gate's rows as g_proj or behind each head's queries."""
+    width = _rows_per_head(target, c)
+    gate_ND = _per_channel(gate.weight_HGD, width)
     if not target.fused:
-        tensors[f"{layer}.gate.weight"] = weight_HGD.reshape(H * width, D)
+        tensors[f"{layer}.gate.weight"] = gate_ND
         return
-    query_HED = tensors[f"{layer}.q.weight"].view(H, width, D)
-    tensors[f"{layer}.q.weight"] = torch.cat([query_HED, weight_HGD.to(query_HED.dtype)], 1).reshape(-1, D)
-    bias_HE = tensors.get(f"{layer}.q.bias")
-    if bias_HE is not None or gate.bias_HG is not None:
-        bias_HE = query_HED.new_zeros(H, width) if bias_HE is None else bias_HE.view(H, width)
-        bias_HG = bias_HE.new_zeros(H, 1) if gate.bias_HG is None else gate.bias_HG.to(bias_HE.dtype)
-        tensors[f"{layer}.q.bias"] = torch.cat([bias_HE, bias_HG.expand(H, width)], 1).flatten()
+    sizes = Sizes(*(c.sizes[key] for key in ("num_attention_heads", "num_key_value_heads", "head_dim")))
+    query_ND, query_N = tensors[f"{layer}.q.weight"], tensors.get(f"{layer}.q.bias")
+    parts = {"weight": (query_ND, gate_ND)}
+    if query_N is not None or gate.bias_HG is not None:
+        zeros_N = query_ND.new_zeros(len(query_ND))
+        gate_N = zeros_N if gate.bias_HG is None else _per_channel(gate.bias_HG, width)
+        parts["bias"] = (zeros_N if query_N is None else query_N, gate_N)
+    for kind, (q, g) in parts.items():
+        joined = join({"q": q, "gate": g.to(q.dtype)}, sizes, "per_head", width="elementwise")
+        tensors[f"{layer}.q.{kind}"] = joined["q"]
+
+
+def _per_channel(rows: Tensor, width: int) -> Tensor:
+    """(H, G, ...) -> (H * width, ...): the same row for every channel of a head where G is 1."""
+    flat = rows.flatten(0, 1)
+    return flat if rows.shape[1] == width else expand_headwise(flat, width)
 
 
 def _notes(target: Target, c: Canonical) -> tuple[str, ...]:
     gated = [gate for gate in c.gates if gate is not None]
     ungated = [i for i, gate in enumerate(c.gates) if gate is None]
-    rows = c.sizes["head_dim"] if target.fused else _width(c)
+    rows = _rows_per_head(target, c)
     repeated = any(gate.weight_HGD.shape[1] < rows for gate in gated)
     return tuple(
         note
@@ -353,6 +364,11 @@ def _notes(target: Target, c: Canonical) -> tuple[str, ...]:
         )
         if says
     )  # fmt: skip
+
+
+def _rows_per_head(target: Target, c: Canonical) -> int:
+    """Gate rows per head that the target stores."""
+    return c.sizes["head_dim"] if target.fused else _width(c)
 
 
 def _width(c: Canonical) -> int:

@@ -10,7 +10,6 @@ import copy
 import io
 import logging
 import os
-import secrets
 import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -21,6 +20,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from gated_attn.codec import drafted
 from gated_attn.errors import MissingExtraError, UnsupportedError, VerificationError
 from gated_attn.models.decoder import Decoder
 from gated_attn.nn.attention import GatedAttention
@@ -149,13 +149,9 @@ def to_onnx(model: nn.Module, path: str | os.PathLike[str], *, opset: int = OPSE
     assert program is not None
     final = Path(path)
     final.parent.mkdir(parents=True, exist_ok=True)
-    draft = final.with_name(f".{final.name}.{secrets.token_hex(4)}.tmp")
-    try:
+    with drafted(final, replace=True) as draft:
         program.save(draft)
         error = _compare(source, door, draft, generator)
-        os.replace(draft, final)
-    finally:
-        draft.unlink(missing_ok=True)
     return OnnxReport(final, tuple(door.inputs), (door.output,), opset, error)
 
 
