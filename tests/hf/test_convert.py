@@ -18,8 +18,9 @@ from typer.testing import CliRunner
 
 from gated_attn.cli.app import app
 from gated_attn.errors import CheckpointError, GatedAttnError, ShapeError, SpecError, UnsupportedError
-from gated_attn.hf import convert
-from gated_attn.hf.convert import CONFIG, INDEX, convert_checkpoint
+from gated_attn.hf import checkpoint
+from gated_attn.hf.checkpoint import CONFIG, INDEX
+from gated_attn.hf.convert import convert_checkpoint
 from gated_attn.hf.layouts import LAYOUTS
 
 H, KV, E, D, LAYERS = 8, 2, 4, 23, 3
@@ -203,7 +204,7 @@ def test_it_holds_one_shard_at_a_time(tmp_path: Path, monkeypatch: pytest.Monkey
 
     state = weights()
     source = store(tmp_path / "src", state, shards=7)
-    monkeypatch.setattr(convert, "safe_open", Counted)
+    monkeypatch.setattr(checkpoint, "safe_open", Counted)
     convert_checkpoint(source, tmp_path / "dst", "separate", "group_qgkv", width="elementwise")
     module = sum(t.nbytes for name, t in state.items() if name.startswith("model.layers.0.self_attn"))
     largest = max(sum(t.nbytes for t in load_file(file).values()) for file in source.glob("*.safetensors"))
@@ -367,7 +368,7 @@ def test_an_existing_target_is_left_alone_and_a_failed_write_leaves_nothing(
             raise OSError(28, "No space left on device")
         save_file(*arguments, **options)
 
-    monkeypatch.setattr(convert, "save_file", full_disk)
+    monkeypatch.setattr(checkpoint, "save_file", full_disk)
     with pytest.raises(OSError, match="No space left"):
         convert_checkpoint(source, tmp_path / "new", "separate", "flat", width="elementwise")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["dst", "src"]
@@ -384,7 +385,7 @@ def test_the_check_after_writing_finds_what_the_plan_did_not_say(
         save_file(tensors, *arguments, **options)
 
     store(tmp_path / "src", weights(), shards=1)
-    monkeypatch.setattr(convert, "save_file", faulty)
+    monkeypatch.setattr(checkpoint, "save_file", faulty)
     message = {"lost": "1 missing", "renamed": "1 missing, 1 unexpected", "cut": "1 wrong"}[fault]
     with pytest.raises(CheckpointError, match=f"what was written has {message} tensors"):
         convert_checkpoint(tmp_path / "src", tmp_path / "dst", "separate", "flat", width="elementwise")

@@ -9,32 +9,35 @@ from __future__ import annotations
 
 import json
 import re
-import secrets
-import shutil
 from collections import Counter
-from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
-from torch import Tensor
 
-from gated_attn.codec import write_text
+from gated_attn.codec import drafted, write_text
 from gated_attn.errors import CheckpointError, GatedAttnError, SpecError, UnsupportedError
 from gated_attn.hf import layouts
+from gated_attn.hf.checkpoint import (
+    CONFIG,
+    Reader,
+    Stored,
+    copy_files,
+    inventory,
+    read_json,
+    refuse,
+    write_file,
+    write_index,
+)
 from gated_attn.hf.layouts import LAYOUTS, Layout, Sizes
 from gated_attn.hf.native import READ_AS
 from gated_attn.spec import GateSpec
 
-CONFIG, INDEX = "config.json", "model.safetensors.index.json"
 NOTE = "gated_attn"
 """Key of config.json under which a checkpoint's layout, width and (optional) spec are recorded."""
 
-WEIGHT_FILES = (".safetensors", ".bin", ".bin.index.json", ".pt", ".pth", ".ckpt", ".h5", ".msgpack", ".gguf", ".onnx")
 # Submodules that only an attention module of some layout has; below a module of another layout they are a contradiction.
 KNOWN = tuple(sorted({name for layout in LAYOUTS.values() for name in layout.names.values()} | {"attn_gate"}))
 
@@ -53,12 +56,23 @@ class Converted:
 
 
 @dataclass(frozen=True)
-class Stored:
-    """A tensor as a header describes it: file name, shape and dtype."""
+class Asked:
+    """From which layout to which, and at which width.
 
-    shard: str
-    shape: tuple[int, ...]
-    dtype: torch.dtype
+    Fields:
+        spec: of the gates where it is recorded; it says which layers have one.
+        config: the model's own configuration.
+        note: what config.json records about gates.
+        native: the model_type, of `READ_AS`, whose gates transformers reads itself; or None.
+    """
+
+    before: Layout
+    after: Layout
+    width: str
+    spec: GateSpec | None
+    config: Mapping[str, Any]
+    note: Mapping[str, Any]
+    native: str | None
 
 
 @dataclass(frozen=True)
@@ -72,7 +86,7 @@ class Job:
 
 
 @dataclass
-class Plan:
+class Conversion:
     """Per output shard the jobs and the copies (old name -> new name); and every tensor that must come out of it."""
 
     before: Layout
@@ -111,11 +125,34 @@ def convert_checkpoint(
     layout or width that config.json contradicts, UnsupportedError for gates that a layout cannot hold.
     """
     source, target = Path(source), Path(target)
-    if target.exists() or target.is_symlink():
-        raise CheckpointError(f"{target} exists and is not overwritten: choose another folder, or remove it first")
-    if target.resolve().is_relative_to(source.resolve()):
-        raise CheckpointError(f"{target} lies inside {source}: choose a folder beside it")
-    config = _read_json(source / CONFIG)
+    with drafted(target) as draft:
+        if target.resolve().is_relative_to(source.resolve()):
+            raise CheckpointError(f"{target} lies inside {source}: choose a folder beside it")
+        config = read_json(source / CONFIG)
+        asked = _asked(source, config, from_layout, to_layout, width)
+        stored = inventory(source)
+        plan = make_plan(stored, asked, modules)
+        draft.mkdir(parents=True)
+        skipped = copy_files(source, draft)
+        note = {**asked.note, "layout": asked.after.name, "width": asked.width}
+        write_text(draft / CONFIG, json.dumps({**config, NOTE: note}, indent=2, ensure_ascii=False) + "\n")
+        shards = _write_shards(source, draft, stored, plan)
+        _check(draft, plan)
+    notes = [f"not copied, since weights in it would be in the old layout: {', '.join(skipped)}"] if skipped else []
+    if asked.native and READ_AS[asked.native] != asked.after.name:
+        notes.append(
+            f"transformers reads model_type {asked.native!r} as {READ_AS[asked.native]}: do not load {target} with its Auto "
+            "classes"
+        )
+    return Converted(
+        asked.before.name, asked.after.name, asked.width, plan.modules, len(plan.made), shards, tuple(notes)
+    )
+
+
+def _asked(
+    source: Path, config: Mapping[str, Any], from_layout: str | None, to_layout: str, width: str | None
+) -> Asked:
+    """What the arguments say and config.json records, where they do not contradict each other."""
     note = config.get(NOTE) or {}
     if not isinstance(note, dict):
         raise CheckpointError(f"{source / CONFIG}: {NOTE!r} is {note!r}; it holds an object with layout and width")
@@ -133,67 +170,13 @@ def convert_checkpoint(
             f"transformers reads model_type {native!r} as {READ_AS[native]}, which contradicts layout {before.name}; if the "
             f'weights are {before.name} all the same, record it in {source / CONFIG}: "{NOTE}": {{"layout": "{before.name}"}}'
         )
-    stored = inventory(source)
-    plan = make_plan(stored, described, before, after, width, spec, modules)
-    target.parent.mkdir(parents=True, exist_ok=True)
-    draft = target.with_name(f".{target.name}.{secrets.token_hex(4)}.tmp")
-    try:
-        draft.mkdir()
-        skipped = _copy_files(source, draft)
-        record = {**config, NOTE: {**note, "layout": after.name, "width": width}}
-        write_text(draft / CONFIG, json.dumps(record, indent=2, ensure_ascii=False) + "\n")
-        shards = _write_shards(source, draft, stored, plan)
-        _check(draft, plan)
-        draft.rename(target)
-    except BaseException:
-        shutil.rmtree(draft, ignore_errors=True)
-        raise
-    notes = [f"not copied, since weights in it would be in the old layout: {', '.join(skipped)}"] if skipped else []
-    if native and READ_AS[native] != after.name:
-        notes.append(
-            f"transformers reads model_type {native!r} as {READ_AS[native]}: do not load {target} with its Auto classes"
-        )
-    return Converted(before.name, after.name, width, plan.modules, len(plan.made), shards, tuple(notes))
+    return Asked(before, after, width, spec, described, note, native)
 
 
-def inventory(folder: Path) -> dict[str, Stored]:
-    """Name -> what the headers of a folder's safetensors say; CheckpointError where they and the index disagree."""
-    files = sorted(path.name for path in folder.glob("*.safetensors"))
-    index = _read_json(folder / INDEX).get("weight_map", {}) if (folder / INDEX).exists() else None
-    if index is None and len(files) != 1:
-        raise CheckpointError(
-            f"{folder} has {len(files)} safetensors files and no {INDEX}: one file, or an index, is needed"
-        )
-    found: dict[str, Stored] = {}
-    places: dict[str, list[str]] = {}
-    for file in files:
-        with _opened(folder / file) as handle:
-            for name in handle.keys():  # noqa: SIM118 - not a mapping
-                part = handle.get_slice(name)
-                shape = tuple(part.get_shape())
-                found[name] = Stored(file, shape, part[:0].dtype if shape else handle.get_tensor(name).dtype)
-                places.setdefault(name, []).append(file)
-    problems = [("duplicate", f"{name} in {' and '.join(where)}") for name, where in places.items() if len(where) > 1]
-    for name, file in (index or {}).items():
-        if file not in places.get(name, []):
-            problems.append(("missing", f"{name}, in {file} according to {INDEX}"))
-    if index is not None:
-        problems += [("unexpected", f"{name}, not in {INDEX}") for name in found if name not in index]
-    _refuse(folder, problems)
-    return found
-
-
-def make_plan(
-    stored: Mapping[str, Stored],
-    config: Mapping[str, Any],
-    before: Layout,
-    after: Layout,
-    width: str,
-    spec: GateSpec | None = None,
-    modules: str = "",
-) -> Plan:
+def make_plan(stored: Mapping[str, Stored], asked: Asked, modules: str = "") -> Conversion:
     """Which tensors become which: every stored tensor is used once and every planned one has one origin."""
-    plan = Plan(before, after)
+    before, spec = asked.before, asked.spec
+    plan = Conversion(before, asked.after)
     found = _attention_modules(stored, before, modules)
     if not found:
         raise CheckpointError(
@@ -204,7 +187,7 @@ def make_plan(
     for parent, below in found.items():
         layer = next((int(part) for part in parent.split(".") if part.isdecimal()), 0)
         gated = spec is None or spec.applies_to(layer)
-        _plan_module(plan, stored, parent, below, _sizes(config, layer), width if gated else "none")
+        _plan_module(plan, stored, parent, below, _sizes(asked.config, layer), asked.width if gated else "none")
     for name, one in stored.items():
         if name in plan.used:
             continue
@@ -216,7 +199,7 @@ def make_plan(
         plan.copy(name, one, name)
     times = Counter(name for name, _ in plan.made)
     plan.problems += [("duplicate", f"{name}, from {n} origins") for name, n in times.items() if n > 1]
-    _refuse(
+    refuse(
         "the checkpoint", plan.problems, f"; check that its layout is {before.name} and all attention modules are gated"
     )
     return plan
@@ -244,7 +227,7 @@ def _attention_modules(stored: Mapping[str, Stored], layout: Layout, modules: st
 
 
 def _plan_module(
-    plan: Plan, stored: Mapping[str, Stored], parent: str, below: list[str], sizes: Sizes, width: str
+    plan: Conversion, stored: Mapping[str, Stored], parent: str, below: list[str], sizes: Sizes, width: str
 ) -> None:
     before, after = plan.before, plan.after
     plan.modules += 1
@@ -283,89 +266,30 @@ def _plan_module(
         plan.used |= {*names.values()}
 
 
-def _write_shards(source: Path, draft: Path, stored: Mapping[str, Stored], plan: Plan) -> int:
+def _write_shards(source: Path, draft: Path, stored: Mapping[str, Stored], plan: Conversion) -> int:
     """One output shard at a time, with the parts of a module that lie in other shards; the number of files."""
     files = sorted({one.shard for _, one in plan.made})
     for file in files:
-        with _Reader(source, stored) as reader:
+        with Reader(source, stored) as reader:
             tensors = {new: reader.read(name) for name, new in plan.copies.get(file, {}).items()}
             for job in plan.jobs.get(file, []):
                 given = {key: reader.read(name) for key, name in job.source.items()}
                 made = layouts.convert(given, job.sizes, plan.before.name, plan.after.name, width=job.width)
                 tensors |= {job.target[key]: tensor for key, tensor in made.items()}
-            try:
-                save_file(tensors, draft / file, metadata=reader.handle(file).metadata() or {"format": "pt"})
-            except SafetensorError as error:
-                raise CheckpointError(f"{file} could not be written to {draft.parent}: {error}") from error
+            write_file(tensors, draft / file, reader.handle(file).metadata())
             del tensors
-    if (source / INDEX).exists():
-        size = sum(torch.Size(one.shape).numel() * one.dtype.itemsize for _, one in plan.made)
-        metadata = {**_read_json(source / INDEX).get("metadata", {}), "total_size": size}
-        weight_map = {name: one.shard for name, one in sorted(plan.made, key=lambda pair: pair[0])}
-        write_text(draft / INDEX, json.dumps({"metadata": metadata, "weight_map": weight_map}, indent=2) + "\n")
+    write_index(source, draft, dict(plan.made))
     return len(files)
 
 
-class _Reader(ExitStack):
-    """Tensors by name, from files that are opened when first asked for and closed with the reader."""
-
-    def __init__(self, source: Path, stored: Mapping[str, Stored]) -> None:
-        super().__init__()
-        self.source, self.stored = source, stored
-        self.handles: dict[str, Any] = {}
-
-    def handle(self, file: str) -> Any:
-        if file not in self.handles:
-            self.handles[file] = self.enter_context(_opened(self.source / file))
-        return self.handles[file]
-
-    def read(self, name: str) -> Tensor:
-        return self.handle(self.stored[name].shard).get_tensor(name)
-
-
-def _check(draft: Path, plan: Plan) -> None:
+def _check(draft: Path, plan: Conversion) -> None:
     """Read the written headers back: every planned tensor once, with its shape and dtype, and nothing else."""
     expected, written = dict(plan.made), inventory(draft)
     problems = [("missing", name) for name in expected if name not in written]
     problems += [("unexpected", name) for name in written if name not in expected]
     problems += [("wrong", f"{name} is {written[name]}, planned {one}") for name, one in expected.items()
                  if name in written and written[name] != one]  # fmt: skip
-    _refuse("what was written", problems)
-
-
-def _copy_files(source: Path, draft: Path) -> list[str]:
-    """Everything but weights, hidden files and what is rewritten; the other files of weights, by name."""
-    skipped = []
-    for path in sorted(source.rglob("*")):
-        name = path.relative_to(source)
-        if not path.is_file() or any(part.startswith(".") for part in name.parts) or str(name) in (CONFIG, INDEX):
-            continue
-        if path.name.endswith(WEIGHT_FILES):
-            skipped += [] if path.suffix == ".safetensors" and path.parent == source else [str(name)]
-            continue
-        (draft / name).parent.mkdir(parents=True, exist_ok=True)
-        shutil.copyfile(path, draft / name)
-    return skipped
-
-
-@contextmanager
-def _opened(path: Path) -> Iterator[Any]:
-    try:
-        handle = safe_open(path, framework="pt")
-    except (SafetensorError, OSError) as error:
-        raise CheckpointError(f"{path} cannot be read as safetensors: {error}") from error
-    with handle as opened:
-        yield opened
-
-
-def _read_json(path: Path) -> dict[str, Any]:
-    try:
-        data = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise CheckpointError(f"{path} cannot be read as JSON: {error}") from error
-    if not isinstance(data, dict):
-        raise CheckpointError(f"{path} holds a {type(data).__name__}, not a JSON object")
-    return data
+    refuse("what was written", problems)
 
 
 def _settled(what: str, asked: str | None, recorded: str | None, option: str) -> str:
@@ -416,13 +340,3 @@ def _sizes(config: Mapping[str, Any], layer: int) -> Sizes:
             f"{CONFIG} needs num_attention_heads, and head_dim or hidden_size: found {heads} and {head_dim}"
         )
     return Sizes(heads, text.get("num_key_value_heads") or heads, head_dim)
-
-
-def _refuse(where: object, problems: list[tuple[str, str]], advice: str = "") -> None:
-    if not problems:
-        return
-    counts = Counter(kind for kind, _ in problems)
-    lines = [f"\n  {kind}: {what}" for kind, what in problems[:20]]
-    more = [f"\n  and {len(problems) - 20} more"] if len(problems) > 20 else []
-    total = ", ".join(f"{count} {kind}" for kind, count in counts.items())
-    raise CheckpointError(f"{where} has {total} tensors{advice}:" + "".join(lines + more))
