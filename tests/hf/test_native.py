@@ -284,6 +284,35 @@ def test_gates_shows_attached_and_native_ones_alike(case: str) -> None:
         assert one.spec.position == "output"
 
 
+@pytest.mark.parametrize(
+    "options", [{}, {"qkv_bias": True}, {"qkv_bias": True, "scale_norm": True, "norm_layer": nn.LayerNorm}]
+)
+@pytest.mark.parametrize("kind", ["Attention", "AttentionRope"])
+def test_timm_multiplies_by_what_the_view_says(timm_attention: Any, kind: str, options: dict[str, Any]) -> None:
+    """What timm's own module projects, with its gate and without one; and nothing but a bias where the gate is shut."""
+    torch.manual_seed(0)
+    module = getattr(timm_attention, kind)(D, H, gated=True, **options).double().eval()
+    nn.init.normal_(module.gate.weight, std=5 * D**-0.5)
+    (gate,) = native_gates(nn.ModuleList([module])).values()
+    x, found = torch.randn(B, T, D, dtype=torch.float64), []
+    module.proj.register_forward_pre_hook(lambda _, args: found.append(args[0]))
+    with torch.no_grad():
+        module(x)
+        own, module.gate = module.gate, None
+        module(x)
+        module.gate = own
+        gated, plain = found
+        assert torch.equal(gated, plain * gate.values(x).flatten(2))
+        assert (gated - plain).abs().max() > 0.1
+        gate.weight_HGD.zero_()
+        module(x)
+        if gate.bias_HG is None:
+            assert torch.equal(found[-1], plain / 2)
+            return
+        gate.bias_HG.fill_(-1e3)
+        assert torch.equal(module(x), module.proj.bias.expand(B, T, D))
+
+
 LLAMA = {
     "vocab_size": 31, "hidden_size": 24, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
     "intermediate_size": 29,
