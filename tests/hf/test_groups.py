@@ -1,4 +1,4 @@
-"""Parameter groups, roles, LoRA targets, shards and counts of gated models."""
+"""Parameter groups, roles and LoRA targets of gated models."""
 
 from __future__ import annotations
 
@@ -8,99 +8,35 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.func import functional_call
-from torch.utils.flop_counter import FlopCounterMode
 
 transformers = pytest.importorskip("transformers")
 
 from gated_attn.errors import RecipeError, ShapeError, SpecError, UnsupportedError  # noqa: E402
-from gated_attn.gate import Gate  # noqa: E402
 from gated_attn.hf.attach import attach, gates  # noqa: E402
 from gated_attn.hf.counts import count  # noqa: E402
 from gated_attn.hf.groups import Rows, gate_parameters, lora_targets, param_groups, roles  # noqa: E402
-from gated_attn.hf.sharding import Shard, head_range, sharding_plan  # noqa: E402
-from gated_attn.models.decoder import Decoder, DecoderConfig  # noqa: E402
-from gated_attn.nn.attention import GatedAttention  # noqa: E402
-from gated_attn.nn.multihead import GatedMultiheadAttention  # noqa: E402
+from gated_attn.hf.sharding import sharding_plan  # noqa: E402
+from tests.hf.builders import (  # noqa: E402
+    ELEMENTWISE,
+    FAMILIES,
+    HEADWISE,
+    NATIVE,
+    gpt2,
+    llama,
+    neox,
+    ours,
+    phi3,
+    qwen3_5,
+    wake,
+)
 
 # peft 0.21 still reads a name that transformers 5.24 deprecates.
 pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
-
-HEADWISE = "output:headwise,bias=0.3,std=0.9"
-ELEMENTWISE = "output:elementwise:2sigmoid,std=0.7"
-
-
-def llama(**changes: Any) -> nn.Module:
-    sizes = {
-        "hidden_size": 44, "intermediate_size": 37, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
-        "head_dim": 10, "vocab_size": 61, "max_position_embeddings": 64,
-    }  # fmt: skip
-    return transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes | changes))
-
-
-def qwen3() -> nn.Module:
-    return transformers.Qwen3ForCausalLM(
-        transformers.Qwen3Config(
-            hidden_size=44, intermediate_size=37, num_hidden_layers=2, num_attention_heads=6, num_key_value_heads=2, head_dim=10,
-            vocab_size=61, tie_word_embeddings=True,
-        )
-    )  # fmt: skip
-
-
-def gpt2() -> nn.Module:
-    return transformers.GPT2LMHeadModel(
-        transformers.GPT2Config(n_embd=44, n_layer=2, n_head=4, vocab_size=61, n_positions=64)
-    )
-
-
-def phi3() -> nn.Module:
-    return transformers.Phi3ForCausalLM(
-        transformers.Phi3Config(
-            hidden_size=48, intermediate_size=37, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
-            vocab_size=61, pad_token_id=0, bos_token_id=1, eos_token_id=2,
-        )
-    )  # fmt: skip
-
-
-def t5() -> nn.Module:
-    return transformers.T5ForConditionalGeneration(
-        transformers.T5Config(
-            d_model=44, d_kv=10, d_ff=37, num_layers=2, num_heads=4, vocab_size=61, decoder_start_token_id=0
-        )
-    )
-
-
-def neox() -> nn.Module:
-    return transformers.GPTNeoXForCausalLM(
-        transformers.GPTNeoXConfig(
-            hidden_size=44, intermediate_size=37, num_hidden_layers=2, num_attention_heads=4, vocab_size=61
-        )
-    )
-
-
-def qwen3_5() -> nn.Module:
-    return transformers.Qwen3_5ForCausalLM(
-        transformers.Qwen3_5TextConfig(
-            hidden_size=44, intermediate_size=37, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, head_dim=16,
-            vocab_size=61, layer_types=["full_attention", "full_attention"],
-        )
-    )  # fmt: skip
-
-
-FAMILIES: dict[str, Callable[[], nn.Module]] = {
-    "llama": llama, "qwen3": qwen3, "gpt2": gpt2, "phi3": phi3, "t5": t5, "gpt_neox": neox,
-}  # fmt: skip
 
 
 @pytest.fixture(autouse=True)
 def _seed() -> None:
     torch.manual_seed(7)
-
-
-def ours() -> nn.Module:
-    return Decoder(
-        DecoderConfig(vocab_size=61, layers=2, heads=4, kv_heads=2, dim=44, ffn_dim=37, head_dim=10, gate=ELEMENTWISE)
-    )
 
 
 @pytest.mark.parametrize("family", [*FAMILIES, "ours"])
@@ -404,276 +340,6 @@ def test_targets_that_are_not_there() -> None:
     with pytest.raises(UnsupportedError, match=r"\n  model\.layers\.\*\.self_attn\.q_proj: holds q and gate$"):
         lora_targets(qwen3_5(), "q")
     assert lora_targets(qwen3_5(), "both") == [f"model.layers.{i}.self_attn.q_proj" for i in (0, 1)]
-
-
-SPECS = [
-    "output:headwise,std=1", "output:elementwise:2sigmoid,std=1,bias=0.2", "output:shared,std=1", "value:headwise,std=1,bias=1",
-    "value:elementwise,std=1,fill", "key:elementwise:2sigmoid,std=1", "query:headwise:silu,std=1", "dense:elementwise,std=1",
-    "output:elementwise,rank=3,std=1", "output:headwise,source=query,std=1", "output:elementwise,source=constant",
-    "output:headwise,source=lse,bias=0.4,sink_key,std=1", "output:headwise,std=1,fill", "weights:pairwise,std=1,bias=0.3",
-    "output:elementwise,top_k=3,std=1",
-]  # fmt: skip
-
-
-@pytest.mark.parametrize("spec", SPECS)
-@pytest.mark.parametrize(("H", "KV", "tp"), [(8, 2, 4), (8, 4, 2), (6, 3, 3)])
-def test_the_shards_of_ours_add_up_to_the_whole(spec: str, H: int, KV: int, tp: int) -> None:
-    """the ranks' outputs and gradients, against one device, to 1e-6 (float64)."""
-    D, E = 23, 5
-    kind = {"head_dim": E, "bias": True, "qk_norm": True, "causal": True, "dtype": torch.float64}
-    module = GatedAttention(D, H, kv_heads=KV, gate=spec, **kind)
-    wake(module)
-    dense = spec.startswith("dense")
-    local = GatedAttention(D, H // tp, kv_heads=max(KV // tp, 1), gate=None if dense else spec, **kind)
-    x = torch.randn(2, 7, D, dtype=torch.float64)
-    weight = torch.randn(2, 7, D, dtype=torch.float64)
-    whole = module(x)
-    (whole * weight).sum().backward()
-    plan = sharding_plan(module, tp)
-    assert list(plan) == [name for name, _ in module.named_parameters()]
-    pieces = [
-        {n: plan[n].take(p.detach(), rank).clone().requires_grad_() for n, p in module.named_parameters()}
-        for rank in range(tp)
-    ]
-    late = {"out_proj.bias": None}
-    outs = []
-    for mine in pieces:
-        own = {n: p for n, p in mine.items() if not (dense and n.startswith("attn_gate"))}
-        own["out_proj.bias"] = torch.zeros(D, dtype=torch.float64)
-        outs.append(functional_call(local, own, (x,)))
-    total = torch.stack(outs).sum(0) + pieces[0]["out_proj.bias"]
-    if dense:
-        gate = {n.removeprefix("attn_gate."): p for n, p in pieces[0].items() if n.startswith("attn_gate")}
-        g = functional_call(module.attn_gate, gate, (x,))
-        total = (total[:, :, None] * g).squeeze(2)
-    torch.testing.assert_close(total, whole, rtol=0, atol=1e-6)
-    (total * weight).sum().backward()
-    for name, parameter in module.named_parameters():
-        grads = [torch.zeros_like(p[name]) if p[name].grad is None else p[name].grad for p in pieces]
-        assert torch.equal(plan[name].join([p[name].detach() for p in pieces]), parameter.detach()), name
-        if name in late or (dense and name.startswith("attn_gate")):
-            grads = grads[:1] * tp
-        torch.testing.assert_close(plan[name].join(grads, gradients=True), parameter.grad, rtol=0, atol=1e-6, msg=name)
-
-
-def wake(module: nn.Module) -> None:
-    with torch.no_grad():
-        for parameter in module.parameters():
-            parameter.add_(0.3 * torch.randn_like(parameter))
-
-
-@pytest.mark.parametrize("spec", [HEADWISE, ELEMENTWISE, "value:headwise,std=1", "query:elementwise,std=1"])
-@pytest.mark.parametrize("family", ["llama", "phi3", "qwen3"])
-def test_the_shards_of_transformers_models_add_up(family: str, spec: str) -> None:
-    H, KV, tp = 8, 2, 4
-
-    def make(heads: int, kv: int) -> nn.Module:
-        sizes: dict[str, Any] = {
-            "hidden_size": 48, "intermediate_size": 37, "num_hidden_layers": 1, "num_attention_heads": heads,
-            "num_key_value_heads": kv, "head_dim": 6, "vocab_size": 61, "pad_token_id": 0,
-        }  # fmt: skip
-        name = {"llama": "Llama", "phi3": "Phi3", "qwen3": "Qwen3"}[family]
-        config = getattr(transformers, f"{name}Config")(**sizes)
-        return attach(getattr(transformers, f"{name}ForCausalLM")(config), spec).double()
-
-    model, local = make(H, KV), make(H // tp, 1)
-    wake(model)
-    prefix = "model.layers.0.self_attn."
-    plan = {n.removeprefix(prefix): shard for n, shard in sharding_plan(model, tp).items() if n.startswith(prefix)}
-    attention, mine = model.get_submodule(prefix[:-1]), local.get_submodule(prefix[:-1])
-    x = torch.randn(2, 5, 48, dtype=torch.float64)
-    rotary = model.model.rotary_emb(x, torch.arange(5)[None])
-    whole = attention(hidden_states=x, position_embeddings=rotary, attention_mask=None)[0]
-    whole.square().sum().backward()
-    pieces = [
-        {n: plan[n].take(p.detach(), rank).clone().requires_grad_() for n, p in attention.named_parameters()}
-        for rank in range(tp)
-    ]
-    call = {"hidden_states": x, "position_embeddings": rotary, "attention_mask": None}
-    total = torch.stack([functional_call(mine, piece, (), call)[0] for piece in pieces]).sum(0)
-    torch.testing.assert_close(total, whole, rtol=0, atol=1e-6)
-    total.square().sum().backward()
-    for name, parameter in attention.named_parameters():
-        full = plan[name].join([piece[name].grad for piece in pieces], gradients=True)
-        torch.testing.assert_close(
-            full, parameter.grad, rtol=0, atol=1e-6 * float(parameter.grad.abs().max() + 1), msg=name
-        )
-
-
-@pytest.mark.parametrize("family", [*FAMILIES, "ours", "qwen3_5", "multihead"])
-def test_a_plan_names_every_parameter_once(family: str) -> None:
-    special = {"ours": ours, "qwen3_5": qwen3_5, "multihead": lambda: GatedMultiheadAttention(44, 4, gate=ELEMENTWISE)}
-    model = special.get(family, lambda: attach(FAMILIES[family](), ELEMENTWISE))()
-    plan = sharding_plan(model, 2)
-    assert list(plan) == [name for name, _ in model.named_parameters()]
-    for name, parameter in model.named_parameters():
-        pieces = [plan[name].take(parameter, rank) for rank in range(2)]
-        assert torch.equal(plan[name].join(pieces), parameter)
-        cut = plan[name].axis is not None
-        assert pieces[0].numel() == parameter.numel() // (2 if cut else 1)
-    assert {"colwise", "rowwise", "replicated"} == {shard.kind for shard in plan.values()} | {"replicated"}
-
-
-def test_a_gate_lies_with_its_heads() -> None:
-    plan = sharding_plan(attach(llama(hidden_size=48, num_attention_heads=8), HEADWISE), 4)
-    at = "model.layers.1.self_attn."
-    queries, gate = plan[f"{at}q_proj.weight"], plan[f"{at}attn_gate.proj.weight"]
-    assert (
-        [held["q"] for held in gate.heads]
-        == [held["q"] for held in queries.heads]
-        == [range(2 * r, 2 * r + 2) for r in range(4)]
-    )
-    assert gate.ranks[3] == (slice(6, 8),)
-    assert [held["k"] for held in plan[f"{at}k_proj.weight"].heads] == [range(1), range(1), range(1, 2), range(1, 2)]
-    assert plan[f"{at}k_proj.weight"].partial
-    assert plan[f"{at}o_proj.weight"].kind == "rowwise"
-    assert [head_range(2, 4, rank) for rank in range(4)] == [range(1), range(1), range(1, 2), range(1, 2)]
-
-
-def test_shards_that_cannot_be_name_both_numbers() -> None:
-    with pytest.raises(ShapeError, match="has 4 heads, which tp=3 does not divide"):
-        sharding_plan(attach(llama(), HEADWISE), 3)
-    model = attach(llama(hidden_size=48, num_attention_heads=12, num_key_value_heads=3), HEADWISE)
-    with pytest.raises(ShapeError, match="has 3 KV heads, and neither do they divide into tp=2"):
-        sharding_plan(model, 2)
-    with pytest.raises(ShapeError, match="tp=0: pass the number"):
-        sharding_plan(model, 0)
-
-
-def test_an_unknown_gate_fails_when_the_plan_is_made() -> None:
-    """a tensor without an entry is an error of the plan, not of the run."""
-    model = attach(llama(), HEADWISE)
-    model.model.layers[1].self_attn.head_gate = nn.Linear(44, 4)
-    with pytest.raises(UnsupportedError, match=r"head_gate.weight of shape \(4, 44\) is a parameter of attention"):
-        sharding_plan(model, 2)
-    wrong = attach(llama(), HEADWISE)
-    wrong.model.layers[0].self_attn.attn_gate = Gate(HEADWISE, 44, 2)
-    with pytest.raises(ShapeError, match=r"has 2 heads, and model\.layers\.0\.self_attn has 4 heads there"):
-        sharding_plan(wrong, 2)
-    stray = attach(llama(), HEADWISE)
-    stray.model.layers[0].mlp.attn_gate = Gate(HEADWISE, 44, 4)
-    with pytest.raises(UnsupportedError, match="stands in no attention"):
-        sharding_plan(stray, 2)
-    with pytest.raises(UnsupportedError, match="keeps the 2 largest of 4 heads"):
-        sharding_plan(attach(llama(), "output:headwise,top_k=2"), 2)
-    config = transformers.Olmo2Config(
-        hidden_size=44, intermediate_size=37, num_hidden_layers=1, num_attention_heads=4, num_key_value_heads=2, vocab_size=61,
-        pad_token_id=0,
-    )  # fmt: skip
-    olmo = attach(transformers.Olmo2ForCausalLM(config), HEADWISE)
-    with pytest.raises(UnsupportedError, match="norms all 4 heads"):
-        sharding_plan(olmo, 2)
-
-
-def test_adapted_projections_are_cut_with_what_they_adapt() -> None:
-    peft = pytest.importorskip("peft")
-    model = attach(llama(), ELEMENTWISE)
-    adapted = peft.get_peft_model(model, peft.LoraConfig(target_modules=["q_proj", "o_proj", "attn_gate.proj"], r=3))
-    plan = sharding_plan(adapted, 2)
-    at = "base_model.model.model.layers.0.self_attn."
-    adapters = {name: shard for name, shard in plan.items() if "lora" in name and name.startswith(at)}
-    kinds = {
-        name.removeprefix(at).replace(".default", ""): (shard.kind, shard.axis, shard.partial)
-        for name, shard in adapters.items()
-    }
-    assert kinds == {
-        "q_proj.lora_A.weight": ("replicated", None, True), "q_proj.lora_B.weight": ("colwise", 0, False),
-        "o_proj.lora_A.weight": ("rowwise", 1, False), "o_proj.lora_B.weight": ("replicated", None, True),
-        "attn_gate.proj.lora_A.weight": ("replicated", None, True), "attn_gate.proj.lora_B.weight": ("colwise", 0, False),
-    }  # fmt: skip
-
-
-def flops(model: nn.Module, tokens: Tensor) -> int:
-    with FlopCounterMode(display=False) as counter, torch.no_grad():
-        model(tokens)
-    return counter.get_total_flops()
-
-
-@pytest.mark.parametrize("family", ["llama", "qwen3", "gpt2", "phi3", "gpt_neox"])
-@pytest.mark.parametrize(
-    "spec",
-    [HEADWISE, ELEMENTWISE, "output:shared,rank=3", "value:elementwise,in=7,fill", "key:headwise", "dense:elementwise",
-     "output:elementwise,source=query", "output:headwise,source=constant", "output:headwise,source=lse,sink_key"],
-)  # fmt: skip
-def test_counts_are_torch_s(family: str, spec: str) -> None:
-    """parameters, and the FLOPs that a gate adds according to torch's own counter."""
-    model = FAMILIES[family]()
-    tokens = torch.randint(3, 61, (2, 6))
-    before, numbers = flops(model, tokens), sum(p.numel() for p in model.parameters())
-    attach(model, spec)
-    found = count(model)
-    assert found.parameters == sum(p.numel() for p in model.parameters())
-    assert found.gate_parameters == found.parameters - numbers
-    per_token = found.gate_flops * tokens.numel()
-    if "lse" not in spec:  # a sink key is multiplied with the queries inside attention
-        assert flops(model, tokens) - before == per_token
-
-
-@pytest.mark.parametrize("spec", [None, HEADWISE, "output:elementwise,source=query", "dense:elementwise,rank=3"])
-@pytest.mark.parametrize(("layers", "groups", "inner"), [(6, 1, 1), (5, 2, 1), (7, 3, 2)])
-def test_albert_s_shared_layers_count_as_often_as_they_run(
-    layers: int, groups: int, inner: int, spec: str | None
-) -> None:
-    config = transformers.AlbertConfig(
-        vocab_size=61, embedding_size=13, hidden_size=44, intermediate_size=37, num_attention_heads=4, num_hidden_layers=layers,
-        num_hidden_groups=groups, inner_group_num=inner,
-    )  # fmt: skip
-    model = transformers.AlbertForMaskedLM(config).eval()
-    before = linear_flops(model)
-    if spec is not None:
-        attach(model, spec)
-    found = count(model)
-    assert found.flops == linear_flops(model)
-    assert found.gate_flops == linear_flops(model) - before
-
-
-@pytest.mark.parametrize("family", ["llama", "gpt2", "gpt_neox"])
-def test_all_linear_layers_count_as_torch_counts_them(family: str) -> None:
-    model = attach(FAMILIES[family](), ELEMENTWISE).eval()
-    assert count(model).flops == linear_flops(model)
-
-
-def linear_flops(model: nn.Module) -> float:
-    """Per token, without what attention multiplies."""
-    ids_BT = torch.randint(3, 61, (2, 6))
-    with FlopCounterMode(display=False) as counter, torch.no_grad():
-        model(ids_BT)
-    found = counter.get_flop_counts()["Global"]
-    return sum(n for operation, n in found.items() if str(operation) in ("aten.mm", "aten.addmm")) / ids_BT.numel()
-
-
-def test_counts_by_hand() -> None:
-    D, H, E, layers = 44, 4, 10, 2
-    for spec, weights in (("output:headwise", D * H), ("output:elementwise", D * H * E)):
-        found = count(attach(llama(), spec))
-        assert (found.gate_parameters, found.gate_flops) == (layers * weights, layers * 2 * weights)
-        assert found.parameter_overhead == pytest.approx(100 * layers * weights / (found.parameters - layers * weights))
-        assert f"+{found.parameter_overhead:.3g}%" in str(found)
-    pairwise = count(attach(llama(), "weights:pairwise,rank=3"))
-    assert pairwise.gate_flops == layers * 2 * 3 * E * (H + 2)
-    native = count(qwen3_5())
-    assert native.gate_parameters == 2 * 4 * 16 * 44
-    own = count(ours())
-    assert own.gate_parameters == 2 * D * H * E
-    assert Shard("replicated").take(torch.ones(3), 1).shape == (3,)
-
-
-NATIVE: dict[str, Callable[[], nn.Module]] = {
-    "qwen3_next": lambda: transformers.Qwen3NextForCausalLM(
-        transformers.Qwen3NextConfig(
-            hidden_size=44, intermediate_size=37, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, head_dim=16,
-            vocab_size=61, layer_types=["linear_attention", "full_attention"], num_experts=0, mlp_only_layers=[0, 1],
-            linear_num_key_heads=2, linear_num_value_heads=2, linear_key_head_dim=8, linear_value_head_dim=8,
-        )
-    ),
-    "afmoe": lambda: transformers.AfmoeForCausalLM(
-        transformers.AfmoeConfig(
-            hidden_size=44, intermediate_size=37, moe_intermediate_size=12, num_hidden_layers=2, num_dense_layers=2,
-            num_attention_heads=4, num_key_value_heads=2, head_dim=16, vocab_size=61, num_experts=2, num_experts_per_tok=1,
-            layer_types=["full_attention", "full_attention"],
-        )
-    ),
-}  # fmt: skip
 
 
 @pytest.mark.parametrize("family", [*NATIVE, "qwen3_5"])
