@@ -48,8 +48,9 @@ def count(model: nn.Module) -> Count:
     gate's key map once per KV head. A native gate fused with the queries counts as its rows.
 
     FLOPs are those of a forward in which every token passes every linear layer once, and ALBERT's shared layers as often as its
-    config says. So attention scores are left out (they depend on the length), as is the product of a pairwise gate's logits;
-    poolers and all experts count for every token; other models that go through a layer again (HRM) count one pass.
+    config says. Not counted: attention scores, which depend on the length; the product of a pairwise gate's logits; experts and
+    routers, which transformers keep as tensors outside linear layers; further passes of other models that go through the same
+    layer again (HRM). A pooler, which reads one token, counts for all.
     """
     owners = {attention.name: attention for attention in attentions(model)}
     parameters, inside = dict(model.named_parameters()), set(gate_parameters(model))
