@@ -1,6 +1,6 @@
 """Laws 1, 2, 3, 4, 6 and 8 for gates in transformers models: every row of `families.py`, every position, awake gates.
 
-One tiny configuration per row, with 1 < KV heads < heads where the family has them.
+The models are the tiny ones of `tests/hf/tiny.py`.
 """
 
 from __future__ import annotations
@@ -8,7 +8,6 @@ from __future__ import annotations
 import copy
 import io
 import pickle
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -20,154 +19,8 @@ from gated_attn.errors import SpecError, UnsupportedError
 from gated_attn.hf import families
 from gated_attn.hf.attach import attach, detach, gates, out_projection
 from gated_attn.hf.verify import verify
-
-LLM = {
-    "vocab_size": 97, "hidden_size": 24, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 29,
-    "max_position_embeddings": 64,
-}  # fmt: skip
-GQA = LLM | {"num_key_value_heads": 2}
-WIDE = GQA | {"head_dim": 10}
-IMAGE = {
-    "hidden_size": 24, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 29, "image_size": 16, "patch_size": 4,
-}  # fmt: skip
-SPEECH = {
-    "hidden_size": 24, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 29, "conv_dim": (8, 8),
-    "conv_stride": (5, 2), "conv_kernel": (10, 3), "num_feat_extract_layers": 2, "num_conv_pos_embeddings": 4,
-    "num_conv_pos_embedding_groups": 2, "layerdrop": 0.0, "mask_time_prob": 0.0,
-}  # fmt: skip
-SEQ2SEQ = {
-    "vocab_size": 97, "d_model": 24, "encoder_layers": 2, "decoder_layers": 2, "encoder_attention_heads": 4,
-    "decoder_attention_heads": 4, "encoder_ffn_dim": 29, "decoder_ffn_dim": 29, "max_position_embeddings": 64, "pad_token_id": 0,
-    "decoder_start_token_id": 0,
-}  # fmt: skip
-N = {"pad_token_id": 0}
-MODERN = {"bos_token_id": 1, "eos_token_id": 2, "cls_token_id": 1, "sep_token_id": 2, "pad_token_id": 0}
-
-
-def _gpt2_cross() -> Any:
-    """A GPT-2 that attends to a memory, under the generic encoder-decoder model."""
-    config = hf.EncoderDecoderConfig(
-        encoder=hf.BertConfig(**LLM).to_dict(),
-        decoder=hf.GPT2Config(
-            vocab_size=97, n_embd=24, n_layer=2, n_head=4, n_positions=64, is_decoder=True, add_cross_attention=True,
-            bos_token_id=0, eos_token_id=0,
-        ).to_dict(),
-        decoder_start_token_id=0,
-        pad_token_id=0,
-    )  # fmt: skip
-    return hf.EncoderDecoderModel, config
-
-
-CONFIGS: dict[str, tuple[str, Callable[[], tuple[Any, Any]]]] = {
-    "llama": ("llama", lambda: (hf.LlamaForCausalLM, hf.LlamaConfig(**WIDE))),
-    "mistral": ("llama", lambda: (hf.MistralForCausalLM, hf.MistralConfig(**WIDE, sliding_window=4))),
-    "qwen3": ("qwen3", lambda: (hf.Qwen3ForCausalLM, hf.Qwen3Config(**WIDE))),
-    "gemma2": ("llama", lambda: (hf.Gemma2ForCausalLM, hf.Gemma2Config(**WIDE))),
-    "gpt_oss": (
-        "llama",
-        lambda: (
-            hf.GptOssForCausalLM,
-            hf.GptOssConfig(**WIDE | {"hidden_size": 32, "intermediate_size": 32}, num_local_experts=4, **N),
-        ),
-    ),
-    "gemma3": ("gemma3", lambda: (hf.Gemma3ForCausalLM, hf.Gemma3TextConfig(**WIDE, sliding_window=4))),
-    "olmo2": ("olmo2", lambda: (hf.Olmo2ForCausalLM, hf.Olmo2Config(**GQA, **N, bos_token_id=1, eos_token_id=2))),
-    "cohere": (
-        "cohere",
-        lambda: (
-            hf.CohereForCausalLM,
-            hf.CohereConfig(**GQA, **N, bos_token_id=1, eos_token_id=2, use_qk_norm=True, logit_scale=1.0),
-        ),
-    ),
-    "phi": (
-        "phi",
-        lambda: (
-            hf.PhiForCausalLM,
-            hf.PhiConfig(**LLM | {"hidden_size": 32}, qk_layernorm=True, bos_token_id=1, eos_token_id=2),
-        ),
-    ),
-    "phi3": ("phi3", lambda: (hf.Phi3ForCausalLM, hf.Phi3Config(**GQA, **N, bos_token_id=1, eos_token_id=2))),
-    "gptj": (
-        "gptj",
-        lambda: (
-            hf.GPTJForCausalLM,
-            hf.GPTJConfig(
-                vocab_size=97, n_embd=24, n_layer=2, n_head=4, n_positions=64, rotary_dim=4, bos_token_id=1, eos_token_id=2
-            ),
-        ),
-    ),
-    "gpt2": (
-        "gpt2",
-        lambda: (
-            hf.GPT2LMHeadModel,
-            hf.GPT2Config(
-                vocab_size=97, n_embd=24, n_layer=2, n_head=4, n_positions=64, bos_token_id=1, eos_token_id=2
-            ),
-        ),
-    ),
-    "gpt2 cross": ("gpt2 cross", _gpt2_cross),
-    "gpt_neox": ("gpt_neox", lambda: (hf.GPTNeoXForCausalLM, hf.GPTNeoXConfig(**LLM))),
-    "opt": (
-        "bart",
-        lambda: (
-            hf.OPTForCausalLM,
-            hf.OPTConfig(
-                **{k: v for k, v in LLM.items() if k != "intermediate_size"}, ffn_dim=29, word_embed_proj_dim=24
-            ),
-        ),
-    ),
-    "bert": ("bert", lambda: (hf.BertForMaskedLM, hf.BertConfig(**LLM))),
-    "roberta": ("bert", lambda: (hf.RobertaForMaskedLM, hf.RobertaConfig(**LLM))),
-    "albert": ("albert", lambda: (hf.AlbertForMaskedLM, hf.AlbertConfig(**LLM, embedding_size=12))),
-    "distilbert": (
-        "distilbert",
-        lambda: (
-            hf.DistilBertForMaskedLM,
-            hf.DistilBertConfig(vocab_size=97, dim=24, n_layers=2, n_heads=4, hidden_dim=29, max_position_embeddings=64),
-        ),
-    ),
-    "modernbert": ("modernbert", lambda: (hf.ModernBertForMaskedLM, hf.ModernBertConfig(**LLM, **MODERN))),
-    "vit": ("vit", lambda: (hf.ViTModel, hf.ViTConfig(**IMAGE))),
-    "dinov2": (
-        "vit",
-        lambda: (
-            hf.Dinov2Model,
-            hf.Dinov2Config(**{k: v for k, v in IMAGE.items() if k != "intermediate_size"}, mlp_ratio=2),
-        ),
-    ),
-    "swin": (
-        "vit",
-        lambda: (
-            hf.SwinModel,
-            hf.SwinConfig(image_size=16, patch_size=2, embed_dim=8, depths=[2, 1], num_heads=[2, 4], window_size=2),
-        ),
-    ),
-    "clip": (
-        "bart",
-        lambda: (hf.CLIPModel, hf.CLIPConfig(text_config=LLM | {"eos_token_id": 2}, vision_config=IMAGE)),
-    ),
-    "t5": (
-        "t5",
-        lambda: (
-            hf.T5ForConditionalGeneration,
-            hf.T5Config(vocab_size=97, d_model=24, d_kv=5, d_ff=29, num_layers=2, num_heads=4, decoder_start_token_id=0),
-        ),
-    ),
-    "bart": ("bart", lambda: (hf.BartForConditionalGeneration, hf.BartConfig(**SEQ2SEQ, forced_eos_token_id=None))),
-    "marian": ("bart", lambda: (hf.MarianMTModel, hf.MarianConfig(**SEQ2SEQ, forced_eos_token_id=None))),
-    "whisper": (
-        "bart",
-        lambda: (
-            hf.WhisperForConditionalGeneration,
-            hf.WhisperConfig(
-                **{k: v for k, v in SEQ2SEQ.items() if k != "max_position_embeddings"}, num_mel_bins=8,
-                max_source_positions=15, max_target_positions=20, bos_token_id=1, eos_token_id=2,
-            ),
-        ),
-    ),
-    "wav2vec2": ("bart", lambda: (hf.Wav2Vec2Model, hf.Wav2Vec2Config(**SPEECH))),
-}  # fmt: skip
-"""Name -> (row, function that gives (class, config))."""
+from tests.hf import tiny
+from tests.hf.tiny import IMAGE, LLM, TINY, spread, wake
 
 EAGER_ONLY = ("gemma2", "gpt_oss")  # soft-capped scores, sinks: not served by PyTorch's fused attention
 DECODERS = [
@@ -197,31 +50,15 @@ IDENTITY = [
 ]
 
 
-SERVED = [(name, spec) for name in CONFIGS for spec in [*SPECS, *INSIDE] if not (spec in INSIDE and name in EAGER_ONLY)]
+SERVED = [(name, spec) for name in TINY for spec in [*SPECS, *INSIDE] if not (spec in INSIDE and name in EAGER_ONLY)]
 """Gates that are read from the scores inside attention need an implementation that shows them."""
 PACKED = [name for name in DECODERS if name not in ("opt", "gpt_oss")]
 """Without a gate, too, OPT takes positions from its mask, and GPT-OSS makes its masks without positions (transformers 5.24)."""
 
 
 def build(name: str, impl: str | None = None) -> Any:
-    torch.manual_seed(7)
-    cls, config = CONFIGS[name][1]()
     impl = impl or ("eager" if name in EAGER_ONLY else "sdpa")
-    if name == "gpt_oss":
-        config._experts_implementation = "eager"  # the others have no float64
-    model = cls._from_config(config, attn_implementation=impl).double().eval()
-    for parameter in model.parameters():  # far from the start, so that attention matters
-        if parameter.dim() == 2:
-            nn.init.normal_(parameter, std=parameter.shape[-1] ** -0.5)
-    return model
-
-
-def wake(model: Any, std: float = 5.0) -> Any:
-    torch.manual_seed(11)
-    for gate in gates(model).values():
-        for parameter in gate.parameters():
-            nn.init.normal_(parameter, std=std * parameter.shape[-1] ** -0.5 if parameter.dim() > 1 else 1.0)
-    return model
+    return spread(tiny.build(name, impl=impl).double())
 
 
 def batch(name: str, padded: str = "") -> dict[str, Tensor]:
@@ -253,15 +90,14 @@ def close(got: list[Tensor], want: list[Tensor], tolerance: float = 1e-10) -> No
 
 
 def test_every_row_has_a_tiny_configuration() -> None:
-    assert {row for row, _ in CONFIGS.values()} == {family.name for family in families.FAMILIES}
+    assert {one.row for one in TINY.values()} == {family.name for family in families.FAMILIES}
 
 
-@pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.parametrize("name", TINY)
 def test_the_row_says_where_things_are(name: str) -> None:
-    row, _ = CONFIGS[name]
     model = build(name)
     found = list(families.find(model))
-    assert row in {one.family.name for one in found}
+    assert TINY[name].row in {one.family.name for one in found}
     for one in found:
         size = families.sizes(one.module, one.family)
         out = out_projection(model, one)
@@ -272,7 +108,7 @@ def test_the_row_says_where_things_are(name: str) -> None:
 
 
 @pytest.mark.parametrize("spec", IDENTITY)
-@pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.parametrize("name", TINY)
 @torch.no_grad()
 def test_attaching_an_identity_changes_no_bit_and_detaching_restores_everything(name: str, spec: str) -> None:
     model, inputs = build(name).float(), {k: v.float() if v.is_floating_point() else v for k, v in batch(name).items()}
@@ -321,7 +157,7 @@ def test_every_gate_is_wired_on_every_implementation(name: str, spec: str) -> No
     ("spec", "std"),
     [*((spec, 5.0) for spec in SPECS), ("output:headwise:sigmoid", 0.0), ("output:headwise:sigmoid", 1.0)],
 )
-@pytest.mark.parametrize("name", [name for name in CONFIGS if name not in EAGER_ONLY])
+@pytest.mark.parametrize("name", [name for name in TINY if name not in EAGER_ONLY])
 @torch.no_grad()
 def test_implementations_agree(name: str, spec: str, std: float) -> None:
     model, inputs = wake(attach(build(name), spec), std), batch(name)
@@ -331,7 +167,7 @@ def test_implementations_agree(name: str, spec: str, std: float) -> None:
         close(run(model, inputs), want, tolerance)
 
 
-@pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.parametrize("name", TINY)
 @torch.no_grad()
 def test_the_gate_multiplies_what_its_position_says(name: str) -> None:
     """By hand: what the out projection reads is what it read, times the gate of the module's own input."""
@@ -412,7 +248,7 @@ def test_padding_of_encoders_changes_nothing(name: str, spec: str) -> None:
     close([both[1:2, :5]], [run(model, alone)[0][:, :5]], 1e-9)
 
 
-@pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.parametrize("name", TINY)
 def test_only_gates_move_when_the_base_is_frozen(name: str) -> None:
     model, inputs = build(name).requires_grad_(False), batch(name)
     before = {key: value.clone() for key, value in model.state_dict().items()}
@@ -427,7 +263,7 @@ def test_only_gates_move_when_the_base_is_frozen(name: str) -> None:
 
 
 @pytest.mark.parametrize("spec", ["output:headwise:sigmoid", "key:headwise:sigmoid", "dense:elementwise:sigmoid"])
-@pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.parametrize("name", TINY)
 @torch.no_grad()
 def test_copies_and_pickles_are_gated_and_independent(name: str, spec: str) -> None:
     model, inputs = wake(attach(build(name), spec)), batch(name)

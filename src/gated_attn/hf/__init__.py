@@ -12,12 +12,12 @@ if find_spec("transformers") is not None:  # models of plain torch, and the chec
 if TYPE_CHECKING:
     from gated_attn.hf.attach import gates as gates
     from gated_attn.hf.callbacks import GateDecay as GateDecay
-    from gated_attn.hf.callbacks import GateMonitor as GateMonitor
     from gated_attn.hf.callbacks import GateWarmup as GateWarmup
     from gated_attn.hf.counts import count as count
     from gated_attn.hf.groups import lora_targets as lora_targets
     from gated_attn.hf.groups import param_groups as param_groups
     from gated_attn.hf.groups import roles as roles
+    from gated_attn.hf.monitor import GateMonitor as GateMonitor
     from gated_attn.hf.native import native_gates as native_gates
     from gated_attn.hf.sharding import sharding_plan as sharding_plan
     from gated_attn.hf.store import load_gates as load_gates
@@ -26,9 +26,10 @@ if TYPE_CHECKING:
 
 _HOMES = {
     "attach": ("gates",),
-    "callbacks": ("GateDecay", "GateMonitor", "GateWarmup"),
+    "callbacks": ("GateDecay", "GateWarmup"),
     "counts": ("count",),
     "groups": ("lora_targets", "param_groups", "roles"),
+    "monitor": ("GateMonitor",),
     "native": ("native_gates",),
     "sharding": ("sharding_plan",),
     "store": ("load_gates", "save_gates"),
