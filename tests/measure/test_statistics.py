@@ -9,11 +9,10 @@ from gated_attn.measure.statistics import first_token_share, histogram, max_abs,
 
 
 def test_first_token_share_leaves_out_the_query_that_has_no_choice() -> None:
-    weights = torch.tensor([[[[1.0, 0.0, 0.0], [0.5, 0.5, 0.0], [0.1, 0.2, 0.7]]]])
-    assert first_token_share(weights).tolist() == pytest.approx([0.3])
-    assert first_token_share(weights, include_first_query=True).tolist() == pytest.approx([1.6 / 3])
-    uniform = torch.full((2, 3, 5, 7), 1 / 7)
-    assert first_token_share(uniform).tolist() == pytest.approx([1 / 7] * 3)
+    first_HT = torch.tensor([[1.0, 0.5, 0.1], [1.0, 0.0, 0.0]])
+    assert first_token_share(first_HT).tolist() == pytest.approx([0.3, 0.0])
+    assert first_token_share(first_HT, include_first_query=True).tolist() == pytest.approx([1.6 / 3, 1 / 3])
+    assert first_token_share(first_HT[:, :1]).isnan().all()
 
 
 def test_share_below_is_strict() -> None:

@@ -98,7 +98,7 @@ class GatedModule(Follows):
 
     @classmethod
     def gated_space(cls, base: type[nn.Module]) -> dict[str, Any]:
-        return {"eager_attention": staticmethod(_eager(base))}
+        return {"eager_attention": staticmethod(eager_of(base))}
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         plan: Plan = self.__dict__[PLAN]
@@ -221,7 +221,7 @@ def attach(
         raise SpecError("this model has gates already; detach(model) first, or name all of them in one attach")
     found = list(families.find(model))
     if not found:
-        raise UnsupportedError("no attention that a gate can be attached to", _why_none(model))
+        raise UnsupportedError("no attention that a gate can be attached to", why_none(model))
     if names is None:
         _check_all_known(model, found)
     specs = _by_kind(spec, {row.kind for row in found})
@@ -456,7 +456,7 @@ def _owner_of_out(model: nn.Module, row: Found) -> nn.Module:
     return families.read(model.get_submodule(row.name.rpartition(".")[0]), parent)
 
 
-def _eager(base: type) -> Any:
+def eager_of(base: type) -> Any:
     """The eager attention function of the file that the class comes from."""
     for cls in base.__mro__:
         found = getattr(sys.modules.get(cls.__module__), "eager_attention_forward", None)
@@ -494,11 +494,11 @@ def _check_all_known(model: nn.Module, found: list[Found]) -> None:
         raise UnsupportedError(
             f"{len(found)} attention modules can have a gate, and {len(left)} cannot, such as {first}; to gate some only, say "
             f"which: names=[{found[0].name!r}, ...]",
-            _why_none(model, set(left.values())),
+            why_none(model, set(left.values())),
         )
 
 
-def _why_none(model: nn.Module, only: set[str] | None = None) -> dict[str, str]:
+def why_none(model: nn.Module, only: set[str] | None = None) -> dict[str, str]:
     """A reason for each kind of module that looks like attention, or for these classes."""
     classes = {type(module).__name__ for module in model.modules()}
     found = {name for name in classes if (name in only if only is not None else "attention" in name.lower())}

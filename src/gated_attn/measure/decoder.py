@@ -68,7 +68,7 @@ def measure_decoder(
 
     def attention_seen(layer: int, attn: GatedAttention, x_BTD: Tensor, gate: object) -> None:
         weights_BHTS, gate_BTHG = weights_and_gate(attn, x_BTD, gate)
-        shares.setdefault(layer, []).append(first_token_share(weights_BHTS).double() * len(x_BTD))
+        shares.setdefault(layer, []).append(first_token_share(weights_BHTS[..., 0]).double().sum(0))
         if gate_BTHG is not None:
             for head, values in enumerate(gate_BTHG.unbind(2)):
                 heads.setdefault((layer, head), _Head()).add(values, histogram_range)

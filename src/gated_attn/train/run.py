@@ -3,14 +3,10 @@
 from __future__ import annotations
 
 import contextlib
-import datetime
 import json
 import math
-import os
-import platform
 import time
 from dataclasses import replace
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +16,7 @@ from torch import Tensor
 from gated_attn.codec import write_text
 from gated_attn.errors import GatedAttnError, MissingExtraError, RecipeError
 from gated_attn.measure.decoder import measure_decoder, sample_gates
+from gated_attn.measure.environment import environment
 from gated_attn.models.decoder import Decoder
 from gated_attn.records import HistoryPoint, RunRecord
 from gated_attn.spec import as_spec
@@ -125,19 +122,6 @@ def diverged(recipe: Recipe, gate: str, seed: int, match: str, step: int, output
 def slug(gate: str) -> str:
     """A gate's text as part of a folder's name."""
     return "".join(c if c.isalnum() or c in ".-,=" else "-" for c in gate)
-
-
-def environment() -> dict[str, Any]:
-    """Versions, machine, threads and date."""
-    packages = ("gated-attn", "torch", "transformers", "accelerate")
-    return {
-        **{package: version(package) for package in packages},
-        "python": platform.python_version(),
-        "machine": f"{platform.machine()}, {os.cpu_count()} cores"
-        + (f", {torch.cuda.get_device_name()}" if torch.cuda.is_available() else ""),
-        "threads": torch.get_num_threads(),
-        "date": datetime.datetime.now(datetime.timezone.utc).date().isoformat(),
-    }
 
 
 def _claim(output: Path, recipe: Recipe, gate: str, seed: int, match: str, resume: bool, done: bool) -> None:

@@ -1,12 +1,4 @@
-"""Records: what a run measured, as frozen values and as versioned JSON. The standard library only.
-
-Stages meet through these files: training writes a `RunRecord`, comparing a `CompareRecord`, and the report reads both.
-
-* Reading is strict. An unknown format, version or key, a missing key or a wrong type is a `RecordError` that names it.
-* A number that is not finite never reaches a file as such: in a run marked `diverged` it becomes null, elsewhere it is
-  a `RecordError`.
-* Writing is atomic: a temporary file beside the target, then a rename.
-"""
+"""A training run, and a comparison of runs."""
 
 from __future__ import annotations
 
@@ -15,23 +7,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field, fields
 from typing import Any, ClassVar
 
-from gated_attn.codec import Checked, Record, write_text
+from gated_attn.codec import Checked, Record
 from gated_attn.errors import RecordError
-
-__all__ = [
-    "GATE_SHUT",
-    "HISTOGRAM_BINS",
-    "CompareRecord",
-    "CompareRow",
-    "GateStat",
-    "HistoryPoint",
-    "Paired",
-    "RunRecord",
-    "SampleGates",
-    "paired_interval",
-    "verdict",
-    "write_text",
-]
 
 HISTOGRAM_BINS = 20
 """Equal bins of every gate histogram; the first also counts what lies below its range, the last what lies above."""

@@ -1,0 +1,457 @@
+"""Watching a model's attention while it runs, whatever implementation it uses, without a change to what it computes.
+
+    with capture(model) as seen:
+        model(**batch)
+    seen.attention["model.layers.3.self_attn"].first_share
+
+The class of every attention module is swapped for one that runs the same attention function and then looks at the queries and keys
+it was given (`swap`, as in `attach`); hooks show residual streams and gates. When the context ends all of that is gone.
+
+Shapes: B batch, T queries, S keys, H heads, K key/value heads, E head width, G gate width, D model width.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import AttentionInterface
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from gated_attn.attention import Sink
+from gated_attn.attention.call import sink_gate
+from gated_attn.errors import SpecError, UnsupportedError
+from gated_attn.gate import Gate
+from gated_attn.hf import families, native
+from gated_attn.hf.attach import ConfigView, attached, eager_of, why_none
+from gated_attn.hf.families import Found
+from gated_attn.hf.functions import PREFIX, Stock
+from gated_attn.hf.store import unwrapped
+from gated_attn.hf.swap import Swapped, swap, unswap
+from gated_attn.measure.calls import scores_of
+from gated_attn.measure.streaming import Scores, Span, summarize
+from gated_attn.measure.tokens import Batch, Sequences
+from gated_attn.measure.totals import EARLY, AttentionTotals, GateTotals, StreamTotals
+
+WATCH = "_gated_attn_watch"
+"""Where a watched attention module keeps what watches it, while it does."""
+
+RECORD = "gated_attn.record|"
+"""Before the name of an attention function: the same function, watched."""
+
+AGAIN = "#"
+"""Between the name of a module that several layers share and the number of its call: `...attention#3` is its fourth."""
+
+RANGES = {
+    "tanh": (-1.0, 1.0),
+    "2sigmoid": (0.0, 2.0),
+    "silu": (-1.0, 4.0),
+    "linear": (-4.0, 4.0),
+    "softplus": (0.0, 4.0),
+}
+"""Where the histogram of a gate's values begins and ends, for activations that are not from 0 to 1."""
+
+
+class RecordView(ConfigView):
+    """A configuration in which the attention implementation goes by its watched name."""
+
+    @property
+    def _attn_implementation(self) -> Any:
+        return register(self.__dict__["_shown"]._attn_implementation or "eager")
+
+
+class Recorded(Swapped):
+    """An attention module that asks for the watched form of the attention function that it is set to."""
+
+    gated_prefix = "Recorded"
+
+    @property
+    def config(self) -> Any:
+        return RecordView(_held(self))
+
+    @classmethod
+    def gated_space(cls, base: type[nn.Module]) -> dict[str, Any]:
+        return {"eager_attention": staticmethod(eager_of(base))}
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        watch: _Watch = self.__dict__[WATCH]
+        watch.begin(args[0] if args else kwargs["hidden_states"])
+        out = super().forward(*args, **kwargs)  # type: ignore[misc]
+        watch.end()
+        return out
+
+
+def _held(module: Any) -> Any:
+    """The configuration as the class below shows it: a gated module shows a view of its own."""
+    below = type(module).gated_base
+    shown: Any = getattr(below, "config", None)
+    return shown.__get__(module) if isinstance(shown, property) else module.__dict__["config"]
+
+
+def register(name: str) -> str:
+    """The name under which watched modules find this implementation; registered at the first request."""
+    if RECORD + name not in AttentionInterface._global_mapping:
+        AttentionInterface.register(RECORD + name, _watched(name))
+    return RECORD + name
+
+
+def _watched(name: str) -> Callable[..., Any]:
+    def attention(
+        module: nn.Module,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention_mask: Any = None,
+        *args: Any,
+        **kwargs: Any,
+    ) -> tuple[Tensor, Any]:
+        function = ALL_ATTENTION_FUNCTIONS.get_interface(name, module.eager_attention)
+        seen = Stock(module) if "flash" in name and not name.startswith(PREFIX) else module
+        out_BTHE, weights = function(seen, query, key, value, attention_mask, *args, **kwargs)
+        with torch.no_grad(), torch.autocast(query.device.type, enabled=False):
+            module.__dict__[WATCH].see(name, query, key, attention_mask, kwargs, out_BTHE)
+        return out_BTHE, weights
+
+    return attention
+
+
+@dataclass(frozen=True)
+class Chosen:
+    """What is looked at, and how.
+
+    Fields:
+        heads: numbers of the heads, the same in every layer; None: all.
+        queries: positions (start, stop) of the queries in their sequence; None: all.
+        sink_tokens, sink_eps: T and eps of the sink rate.
+        classes: names of token classes, and what says for token numbers (B, L) which each token is in, bool (B, L, C).
+        shown: so many tokens of the first sequence are kept one by one.
+    """
+
+    heads: tuple[int, ...] | None = None
+    queries: tuple[int, int] | None = None
+    sink_tokens: int = 64
+    sink_eps: float = 0.3
+    classes: tuple[str, ...] = ()
+    class_of: Callable[[Tensor], Tensor] | None = None
+    shown: int = 0
+
+
+class Capture:
+    """What `capture` has seen so far: totals by the names of modules.
+
+    Fields:
+        attention: of every attention module watched; `rows` says where each is.
+        streams: of the output of every layer, by the layer's name.
+        gates: of every gate, attached or native, by its name in `gates(model)`; `specs` holds their specs.
+        ids: the token numbers of the first sequence, as far as it is shown; `gate_values` and `first` are what its tokens' gates
+            (mean over channels) and shares on the first token were, and `patterns` its first weights.
+    """
+
+    def __init__(self, model: nn.Module, rows: dict[str, Found], chosen: Chosen) -> None:
+        self.model, self.rows, self.chosen = model, rows, chosen
+        self.attention: dict[str, AttentionTotals] = {}
+        self.streams: dict[str, StreamTotals] = {}
+        self.gates: dict[str, GateTotals] = {}
+        self.specs: dict[str, str] = {}
+        self.batch = Batch(None, None, None, None)
+        self.classes_BLC: Tensor | None = None
+        self.ids: Tensor | None = None
+        self.gate_values: dict[str, Tensor] = {}
+        self.first: dict[str, Tensor] = {}
+        self.patterns: dict[str, Tensor] = {}
+        self.lengths: list[int] = []
+        self._calls: Counter[str] = Counter()
+        self._names = inspect.signature(type(model).forward)
+
+    def see_inputs(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """What the model is called with; its modules are called anew."""
+        self._calls.clear()
+        named = self._names.bind_partial(self.model, *args, **kwargs).arguments
+        named = {**named, **named.pop("kwargs", {})}
+        self.batch = Batch.of(named)
+        ids_BL = self.batch.ids_BL
+        class_of = self.chosen.class_of
+        self.classes_BLC = None if class_of is None or ids_BL is None else class_of(ids_BL)
+        if self.chosen.shown and self.ids is None and ids_BL is not None and self.batch.tokens is not None:
+            row, start, stop = self.batch.tokens.found[0]
+            self.ids = ids_BL[row, start : min(stop, start + self.chosen.shown)].cpu()
+
+    def call(self, name: str) -> str:
+        """The name under which this call of a module counts: a module that layers share is one for each of its calls."""
+        self._calls[name] += 1
+        number = self._calls[name] - 1
+        return f"{name}{AGAIN}{number}" if number else name
+
+    def row_of(self, name: str) -> Found:
+        """The row of an attention module, from the name of one of its calls or of its gate's."""
+        bare, _, number = name.partition(AGAIN)
+        owners = [row for row in self.rows.values() if bare == row.name or bare.startswith(f"{row.name}.")]
+        row = max(owners, key=lambda one: len(one.name))
+        return row._replace(layer=row.layer + int(number or 0))
+
+    def side(self, name: str) -> Sequences | None:
+        """The sequences that a module's tokens belong to: the decoder's in a decoder of an encoder-decoder model."""
+        return (
+            self.batch.decoder if self.batch.decoder is not None and "decoder" in name.split(".") else self.batch.tokens
+        )
+
+    def spans(self, row: Found, rows: int, queries: int, keys: int) -> list[Span]:
+        """The sequences in a call of an attention module; each row as one sequence where it is not known better."""
+        own = self.side(row.name)
+        if own is not None and own.rows == rows:
+            memory = None
+            if row.kind == "cross":
+                known = self.batch.tokens
+                memory = known if known is not None and known.length == keys else Sequences.of(rows, keys)
+            spans = own.spans(queries, keys, memory)
+            if spans is not None:
+                return spans
+        return [Span(number, 0, queries, 0, keys) for number in range(rows)]
+
+    def new_tokens(self, name: str) -> bool:
+        """Whether this is the module whose queries tell how many tokens were read: the first one called, in its first call."""
+        self._first = getattr(self, "_first", name)
+        return name == self._first
+
+    def see_stream(self, name: str, out: Any) -> None:
+        """A layer's output."""
+        x_BTD = out[0] if isinstance(out, tuple) else out
+        if not isinstance(x_BTD, Tensor) or x_BTD.dim() != 3:
+            return
+        totals = self.streams.setdefault(self.call(name), StreamTotals())
+        for span in self._token_spans(name, *x_BTD.shape[:2]):
+            totals.add(x_BTD[span.row, span.start : span.stop].detach())
+
+    def see_gate(self, name: str, spec: Any, values: Any, owner: Found) -> None:
+        """A gate's values (B, T, H, G)."""
+        if not isinstance(values, Tensor):
+            return  # read from the scores, in attention
+        reads_memory = owner.kind == "cross" and spec.position in ("value", "key")
+        source = self.batch.tokens if reads_memory else self.side(owner.name)
+        B, T = values.shape[:2]
+        spans = source.spans(T, T) if source is not None and source.rows == B else None
+        for span in spans if spans is not None else [Span(row, 0, T, 0, T) for row in range(B)]:
+            self.add_gate(name, spec, values[span.row, span.start : span.stop], span, memory=reads_memory)
+
+    def add_gate(self, name: str, spec: Any, gate_THG: Tensor, span: Span, *, memory: bool = False) -> None:
+        """One sequence's values of a gate."""
+        if name not in self.gates:
+            self.specs[name] = str(spec)
+            self.gates[name] = GateTotals(
+                gate_THG.shape[1], RANGES.get(spec.activation, (0.0, 1.0)), self.chosen.classes
+            )
+        classes_TC = None
+        if self.classes_BLC is not None and not memory and self.batch.decoder is None:
+            first = span.key_start + span.position
+            classes_TC = self.classes_BLC[span.row, first : first + len(gate_THG)]
+            classes_TC = classes_TC if len(classes_TC) == len(gate_THG) else None
+        self.gates[name].add(gate_THG, classes_TC)
+        if self.chosen.shown and name not in self.gate_values:
+            self.gate_values[name] = gate_THG[: self.chosen.shown].float().mean(-1).T.cpu()
+
+    def _token_spans(self, name: str, rows: int, tokens: int) -> list[Span]:
+        own = self.side(name)
+        spans = own.spans(tokens, tokens) if own is not None and own.rows == rows and own.length >= tokens else None
+        if spans is None and own is not None and own.rows == rows:  # queries behind a cache
+            spans = own.spans(tokens, own.length)
+        return spans if spans is not None else [Span(row, 0, tokens, 0, tokens) for row in range(rows)]
+
+
+class _Watch:
+    """What watches one attention module."""
+
+    def __init__(self, capture: Capture, row: Found, gate: tuple[str, Any] | None) -> None:
+        self.capture, self.row, self.native_gate = capture, row, gate
+        self._values_BTHG: Tensor | None = None
+
+    def begin(self, hidden: Tensor) -> None:
+        """The module is called; a gate that the model was born with is read from its input."""
+        if self.native_gate is not None:
+            name, gate = self.native_gate
+            with torch.no_grad():
+                self._values_BTHG = gate.values(hidden)
+            self.capture.see_gate(self.capture.call(name), gate.spec, self._values_BTHG, self.row)
+
+    def end(self) -> None:
+        """The call is over."""
+        self._values_BTHG = None
+
+    def see(self, name: str, query: Tensor, key: Tensor, mask: Any, kwargs: dict[str, Any], out_BTHE: Tensor) -> None:
+        """One call of the attention function."""
+        capture, chosen = self.capture, self.capture.chosen
+        B, H, T, _ = query.shape
+        scores = scores_of(name, self.row.module, query, key, mask, kwargs)
+        spans = capture.spans(self.row, B, T, key.shape[2])
+        if not spans:
+            return
+        out_BTHE = out_BTHE[:, :, :H]
+        if self._values_BTHG is not None:
+            out_BTHE = out_BTHE * self._values_BTHG
+        every = scores
+        if chosen.heads is not None:
+            out_BTHE, scores = out_BTHE[:, :, list(chosen.heads)], scores.of_heads(chosen.heads)
+        if chosen.queries is not None:
+            spans = [cut for span in spans if (cut := _cut(span, *chosen.queries)) is not None]
+        gate: Any = getattr(kwargs.get("attn_gate"), "gate", None)
+        sink = gate is not None and gate.spec.source == "lse"
+        own = capture.call(self.row.name)
+        if own not in capture.attention:
+            capture.attention[own] = AttentionTotals(
+                scores.shape[1], out_BTHE.shape[-1], sink_tokens=chosen.sink_tokens, sink_eps=chosen.sink_eps
+            )
+        totals, new = capture.attention[own], capture.new_tokens(own)
+        ids_BL = capture.batch.ids_BL if capture.batch.decoder is None else None
+        for span, summary in zip(spans, summarize(scores, spans, late=EARLY, lse=sink), strict=True):
+            if summary.visible_T.max() > span.key_stop - span.key_start:
+                raise UnsupportedError(
+                    f"{self.row.name}: token {span.key_start} of row {span.row} begins a sequence, by its position ids, and its "
+                    f"queries see {int(summary.visible_T.max())} keys where the sequence has {span.key_stop - span.key_start}: this model "
+                    "looks across packed documents; pass use_cache=False, or a mask"
+                )
+            ids_S = None if ids_BL is None else ids_BL[span.row, span.key_start : span.key_stop]
+            fits = ids_S is not None and len(ids_S) == span.key_stop - span.key_start
+            totals.add(summary, out_BTHE[span.row, span.start : span.stop].detach(), ids_S if fits else None)
+            if sink:
+                gate_name, _, again = own.partition(AGAIN)
+                values_THG = _sink_values(gate, query, every, span, summary.lse_HT if every is scores else None)
+                capture.add_gate(f"{gate_name}.attn_gate{AGAIN * bool(again)}{again}", gate.spec, values_THG, span)
+            if chosen.shown and own not in capture.first:
+                capture.first[own] = summary.first_HT[:, : chosen.shown].cpu()
+                capture.patterns[own] = pattern(scores, span, chosen.shown)
+            if new:
+                capture.lengths.append(span.stop - span.start)
+
+
+def _sink_values(gate: Any, query: Tensor, scores: Scores, span: Span, lse_HT: Tensor | None) -> Tensor:
+    """The values (T, H, G) over one sequence of a gate that is read from the scores."""
+    lse_HT = summarize(scores, [span], lse=True)[0].lse_HT if lse_HT is None else lse_HT
+    assert lse_HT is not None
+    q_BTHE = query[span.row : span.row + 1, :, span.start : span.stop].transpose(1, 2)
+    form = gate(q_BTHE)
+    assert isinstance(form, Sink)
+    return sink_gate(form, q_BTHE, lse_HT.T[None], scores.scale)[0]
+
+
+def _cut(span: Span, start: int, stop: int) -> Span | None:
+    """The span's queries at positions start to stop."""
+    first, last = max(start, span.position), min(stop, span.position + span.stop - span.start)
+    if first >= last:
+        return None
+    move = span.start - span.position
+    return Span(span.row, first + move, last + move, span.key_start, span.key_stop, first)
+
+
+def pattern(scores: Scores, span: Span, tokens: int) -> Tensor:
+    """The weights (H, R, C) of a sequence's first queries over its first keys, `tokens` each at the most."""
+    weights_HRC = scores.weights(span.row, span.start, min(span.stop, span.start + tokens))
+    return weights_HRC[:, :, span.key_start : min(span.key_stop, span.key_start + tokens)].cpu()
+
+
+def attention_modules(model: nn.Module) -> dict[str, Found]:
+    """Every attention module that can be watched, by name: those of the rows of `families`, and those with a gate of their own.
+
+    Raises UnsupportedError, with what was found, if there are none.
+    """
+    found = {row.name: row for row in families.find(model) if row.family in families.FAMILIES}
+    born = families.numbered(model, _native_family, lambda module, family: False)
+    found |= {row.name: row for row in born if row.name not in found}
+    if not found:
+        raise UnsupportedError("no attention that can be watched", why_none(model))
+    return found
+
+
+def _native_family(module: nn.Module) -> families.Family | None:
+    row = native.row_of(module)
+    return families.Family(row.name, ()) if row is not None and row.package == "transformers" else None
+
+
+def block_of(model: nn.Module, name: str) -> tuple[str, nn.Module]:
+    """(name, module) of the layer that an attention module is part of: the innermost one whose class is a ...Layer or ...Block."""
+    words = name.split(".")
+    for depth in range(len(words) - 1, -1, -1):
+        place = ".".join(words[:depth])
+        module = model.get_submodule(place)
+        if type(module).__name__.endswith(("Layer", "Block")):
+            return place, module
+    return name, model.get_submodule(name)
+
+
+@contextlib.contextmanager
+def capture(
+    model: nn.Module,
+    *,
+    layers: Iterable[int] | None = None,
+    chosen: Chosen | None = None,
+) -> Iterator[Capture]:
+    """Watch the model's attention, residual stream and gates in this context; its outputs are the same, bit for bit.
+
+    Args:
+        model: a transformers model, wrapped by PEFT, DDP or `torch.compile` or not; compiled code runs uncompiled meanwhile.
+        layers: numbers of the layers to watch; None: all.
+        chosen: which heads, queries and definitions.
+
+    Raises:
+        UnsupportedError: no attention of a known family, or a call with keywords whose meaning for the scores is not known.
+        SpecError: a layer that is not there.
+    """
+    inner = unwrapped(model)
+    rows = attention_modules(inner)
+    if layers is not None:
+        wanted, there = set(layers), {row.layer for row in rows.values()}
+        if missing := sorted(wanted - there):
+            raise SpecError(f"layer {missing[0]} is not there; this model has layers {min(there)} to {max(there)}")
+        rows = {name: row for name, row in rows.items() if row.layer in wanted}
+    seen = Capture(inner, rows, chosen or Chosen())
+    with contextlib.ExitStack() as undo:
+        if model is not inner or any(isinstance(module, torch._dynamo.OptimizedModule) for module in model.modules()):
+            undo.enter_context(torch.compiler.set_stance("force_eager"))
+        _watch_inputs(seen, undo)
+        born = {gate.module: (name, gate) for name, gate in native.native_gates(inner).items()}
+        for row in rows.values():
+            swap(row.module, Recorded)
+            undo.callback(unswap, row.module)
+            row.module.__dict__[WATCH] = _Watch(seen, row, born.get(row.module))
+            undo.callback(row.module.__dict__.pop, WATCH)
+        _watch_streams(seen, undo)
+        _watch_gates(seen, undo)
+        yield seen
+
+
+def _watch_inputs(seen: Capture, undo: contextlib.ExitStack) -> None:
+    def look(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        seen.see_inputs(args, kwargs)
+
+    undo.callback(seen.model.register_forward_pre_hook(look, with_kwargs=True).remove)
+
+
+def _watch_streams(seen: Capture, undo: contextlib.ExitStack) -> None:
+    def look(name: str) -> Any:
+        def hook(module: nn.Module, args: Any, out: Any) -> None:
+            with torch.no_grad():
+                seen.see_stream(name, out)
+
+        return hook
+
+    for name, module in dict(block_of(seen.model, row) for row in seen.rows).items():
+        undo.callback(module.register_forward_hook(look(name)).remove)
+
+
+def _watch_gates(seen: Capture, undo: contextlib.ExitStack) -> None:
+    def look(name: str, gate: Gate, owner: Found) -> Any:
+        def hook(module: nn.Module, args: Any, out: Any) -> None:
+            with torch.no_grad():
+                seen.see_gate(seen.call(name), gate.spec, out, owner)
+
+        return hook
+
+    for name, gate in attached(seen.model).items():
+        owners = [row for row in seen.rows.values() if name.startswith(f"{row.name}.")]
+        if owners:
+            owner = max(owners, key=lambda row: len(row.name))
+            undo.callback(gate.register_forward_hook(look(name, gate, owner)).remove)

@@ -1,0 +1,50 @@
+"""Records: what was measured, as frozen values and as versioned JSON. The standard library only.
+
+Stages meet through these files: training writes a `RunRecord`, comparing a `CompareRecord`, diagnosing a `Diagnosis`, and the
+report reads them.
+
+* Reading is strict. An unknown format, version or key, a missing key or a wrong type is a `RecordError` that names it.
+* A number that is not finite never reaches a file as such: in a run marked `diverged` it becomes null, elsewhere it is
+  a `RecordError`.
+* Writing is atomic: a temporary file beside the target, then a rename.
+"""
+
+from gated_attn.codec import write_text
+from gated_attn.records.diagnosis import AttentionStat, Diagnosis, GateReading, HeadStat, Pattern, StreamStat, TokenView
+from gated_attn.records.runs import (
+    GATE_SHUT,
+    HISTOGRAM_BINS,
+    CompareRecord,
+    CompareRow,
+    GateStat,
+    HistoryPoint,
+    Paired,
+    RunRecord,
+    SampleGates,
+    paired_interval,
+    t_quantile,
+    verdict,
+)
+
+__all__ = [
+    "GATE_SHUT",
+    "HISTOGRAM_BINS",
+    "AttentionStat",
+    "CompareRecord",
+    "CompareRow",
+    "Diagnosis",
+    "GateReading",
+    "GateStat",
+    "HeadStat",
+    "HistoryPoint",
+    "Paired",
+    "Pattern",
+    "RunRecord",
+    "SampleGates",
+    "StreamStat",
+    "TokenView",
+    "paired_interval",
+    "t_quantile",
+    "verdict",
+    "write_text",
+]

@@ -1,0 +1,324 @@
+"""What `capture` sees against the eager maps of the same models, over every family; nothing it does changes an output."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import transformers as hf
+from torch import Tensor, nn
+
+from gated_attn import attach
+from gated_attn.errors import SpecError, UnsupportedError
+from gated_attn.hf.attach import gates
+from gated_attn.measure.capture import AGAIN, Capture, Chosen, attention_modules, capture
+from gated_attn.measure.streaming import Span, summarize_weights
+from gated_attn.measure.totals import AttentionTotals
+from tests.hf import tiny
+from tests.hf.tiny import TINY, spread, wake
+
+EAGER_ONLY = ("gemma2", "gpt_oss")
+IMAGES = ("vit", "dinov2", "swin")
+SHORT = Chosen(sink_tokens=4, sink_eps=0.2)
+NUMBERS = ("first", "first_all", "sink", "sink_rate", "strongest", "entropy")
+
+
+def batch(name: str, padded: str = "") -> dict[str, Tensor]:
+    made = torch.Generator().manual_seed(3)
+    ids = torch.randint(3, 90, (2, 9), generator=made)
+    if name in IMAGES:
+        return {"pixel_values": torch.randn(2, 3, 16, 16, generator=made)}
+    if name == "clip":
+        return {"input_ids": ids, "pixel_values": torch.randn(2, 3, 16, 16, generator=made)}
+    if name == "whisper":
+        return {"input_features": torch.randn(2, 8, 30, generator=made), "decoder_input_ids": ids}
+    if name == "wav2vec2":
+        return {"input_values": torch.randn(2, 400, generator=made)}
+    mask = torch.ones(2, 9, dtype=torch.long)
+    if padded:
+        mask[1, slice(0, 4) if padded == "left" else slice(5, 9)] = 0
+    found = {"input_ids": ids, "attention_mask": mask}
+    return found | ({"decoder_input_ids": ids[:, :5]} if name in ("t5", "bart", "marian", "gpt2 cross") else {})
+
+
+def eager_maps(model: Any, inputs: dict[str, Tensor]) -> dict[str, list[Tensor]]:
+    """Weights (B, H, T, S) of every call, from a model that is set to eager."""
+    found: dict[str, list[Tensor]] = {name: [] for name in attention_modules(model)}
+
+    def look(name: str) -> Any:
+        def hook(module: nn.Module, args: Any, out: Any) -> None:
+            maps = [one for one in out if isinstance(one, Tensor) and one.dim() == 4]
+            found[name].append(maps[-1])
+
+        return hook
+
+    handles = [row.module.register_forward_hook(look(name)) for name, row in attention_modules(model).items()]
+    with torch.no_grad():
+        model(**inputs, output_attentions=True)
+    for handle in handles:
+        handle.remove()
+    return found
+
+
+def near(got: Any, want: Any, tolerance: float = 1e-5) -> None:
+    assert (got is None) == (want is None)
+    if got is not None:
+        assert got == pytest.approx(want, abs=tolerance, nan_ok=True)
+
+
+def expected(weights_BHTS: Tensor, spans: list[Span]) -> AttentionTotals:
+    totals = AttentionTotals(weights_BHTS.shape[1], 1, sink_tokens=SHORT.sink_tokens, sink_eps=SHORT.sink_eps)
+    for span, summary in zip(spans, summarize_weights(weights_BHTS, spans), strict=True):
+        totals.add(summary, torch.zeros(span.stop - span.start, totals.heads, 1), None)
+    return totals
+
+
+def spans_of(seen: Capture, name: str, weights: Tensor, inputs: dict[str, Tensor]) -> list[Span]:
+    """By hand: rows without their padding."""
+    B, _, T, S = weights.shape
+    mask = inputs.get("attention_mask", torch.ones(B, S, dtype=torch.long))
+    row = seen.row_of(name)
+    decoder = "decoder" in name.split(".") and "decoder_input_ids" in inputs
+    spans = []
+    for b in range(B):
+        real = mask[b].nonzero()[:, 0].tolist() if mask.shape == (B, S) else list(range(S))
+        keys = (0, S) if decoder and row.kind == "self" else (real[0], real[-1] + 1)
+        queries = (0, T) if decoder else keys
+        spans.append(Span(b, *queries, *keys))
+    return spans
+
+
+@pytest.mark.parametrize("padded", ["", "left", "right"])
+@pytest.mark.parametrize("impl", ["eager", "sdpa"])
+@pytest.mark.parametrize("name", TINY)
+def test_every_family_shows_what_its_eager_maps_show(name: str, impl: str, padded: str) -> None:
+    if padded and ("attention_mask" not in batch(name) or (padded == "left" and name in ("opt",))):
+        pytest.skip("it takes no padding")
+    if impl == "sdpa" and name in EAGER_ONLY:
+        pytest.skip("PyTorch's fused attention does not serve it")
+    inputs = batch(name, padded)
+    maps = eager_maps(spread(tiny.build(name, impl="eager")), inputs)
+    model = spread(tiny.build(name, impl=impl))
+    with torch.no_grad():
+        want = model(**inputs)
+        with capture(model, chosen=SHORT) as seen:
+            got = model(**inputs)
+    assert all(torch.equal(a, b) for a, b in zip(got.to_tuple(), want.to_tuple(), strict=True) if isinstance(a, Tensor))
+    called = {
+        f"{own}{AGAIN}{i}" if i else own: weights for own, calls in maps.items() for i, weights in enumerate(calls)
+    }
+    assert set(seen.attention) == set(called)
+    for own, weights in called.items():
+        totals, truth = seen.attention[own], expected(weights, spans_of(seen, own, weights, inputs))
+        for number in NUMBERS:
+            near(getattr(totals, number).value(totals.heads), getattr(truth, number).value(totals.heads))
+        assert totals.queries == truth.queries
+
+
+def test_the_model_is_as_before_afterwards() -> None:
+    model = attach(spread(tiny.build("llama")), "output:headwise")
+    classes = {module: type(module) for module in model.modules()}
+    kept = {module: dict(module.__dict__) for module in model.modules()}
+    with pytest.raises(IndexError), capture(model):
+        model(torch.full((1, 3), 97))
+    assert {module: type(module) for module in model.modules()} == classes
+    for module in model.modules():
+        assert module.__dict__.keys() == kept[module].keys()
+        assert not module._forward_hooks
+        assert not module._forward_pre_hooks
+
+
+def native(name: str) -> Any:
+    """A tiny model with gates of its own in every layer."""
+    settings = tiny.WIDE | {"layer_types": ["full_attention"] * 2}
+    config = {"qwen3_5": "Qwen3_5TextConfig", "lfm3": "Lfm3Config", "laguna": "LagunaConfig", "afmoe": "AfmoeConfig"}[
+        name
+    ]
+    settings |= {"pad_token_id": 0} | ({"gating": "per-head"} if name == "laguna" else {})
+    if name == "afmoe":
+        settings |= {"num_dense_layers": 2, "num_experts": 2, "num_experts_per_tok": 1, "moe_intermediate_size": 8}
+    model = config.replace("TextConfig", "Config").removesuffix("Config") + "ForCausalLM"
+    torch.manual_seed(7)
+    return spread(getattr(hf, model)(getattr(hf, config)(**settings)).eval())
+
+
+def outputs_read(model: Any, inputs: dict[str, Tensor], out: str = "o_proj") -> list[Tensor]:
+    """What each layer's out projection reads, (B, T, H * E)."""
+    found: list[Tensor] = []
+    layers = [layer.self_attn for layer in model.model.layers]
+    hooks = [getattr(one, out).register_forward_pre_hook(lambda _, args: found.append(args[0])) for one in layers]
+    with torch.no_grad():
+        model(**inputs)
+    for hook in hooks:
+        hook.remove()
+    return found
+
+
+@pytest.mark.parametrize("name", ["qwen3_5", "lfm3", "laguna", "afmoe"])
+def test_gates_that_a_model_was_born_with_are_seen(name: str) -> None:
+    model, inputs = native(name), batch("llama", "right")
+    with torch.no_grad():
+        want = model(**inputs).logits
+        with capture(model) as seen:
+            assert torch.equal(model(**inputs).logits, want)
+    assert set(seen.gates) == set(gates(model))
+    assert set(seen.attention) == {f"model.layers.{i}.self_attn" for i in range(2)}
+    read = outputs_read(model, inputs)
+    for totals, x_BTD in zip(seen.attention.values(), read, strict=True):
+        real_THE = torch.cat([x_BTD[0], x_BTD[1, :5]]).unflatten(-1, (4, -1))
+        near(totals.norm.value(4), real_THE.norm(dim=-1).mean(0).tolist())
+    for totals in seen.gates.values():
+        assert totals.tokens == 14
+        assert float((totals.counts_HN > 0).sum()) > 8
+
+
+@pytest.mark.parametrize(
+    "spec",
+    ["output:headwise", "output:elementwise", "value:elementwise", "key:headwise", "query:headwise,source=query",
+     "dense:elementwise", "output:headwise,source=lse,bias=1", "output:headwise,source=lse,sink_key,bias=1", "output:shared", "output:headwise,fill"],
+)  # fmt: skip
+def test_attached_gates_are_seen_as_they_are_applied(spec: str) -> None:
+    inputs = batch("llama", "left")
+    model = wake(attach(spread(tiny.build("llama")), spec), std=1.0)
+    values: dict[str, Tensor] = {}
+    with torch.no_grad():
+        want = model(**inputs).logits
+        with capture(model) as seen:
+            assert torch.equal(model(**inputs).logits, want)
+    assert set(seen.gates) == set(gates(model))
+    if (
+        "lse" in spec
+    ):  # known inside attention only: what the out projection reads, over what it would read without the gate
+        gated = outputs_read(model, inputs)[0].unflatten(-1, (4, -1))
+        first = gates(model)["model.layers.0.self_attn.attn_gate"]
+        first.bias.data.fill_(-1e4)
+        first.spec  # noqa: B018 - the gate stays attached, and open
+        bare = outputs_read(model, inputs)[0].unflatten(-1, (4, -1))
+        g_BTH = (gated * bare).sum(-1) / bare.square().sum(-1)
+        values["model.layers.0.self_attn.attn_gate"] = g_BTH[..., None]
+    else:
+        for name, gate in gates(model).items():
+            gate.register_forward_hook(lambda _, args, out, name=name: values.update({name: out}))
+        with torch.no_grad():
+            model(**inputs)
+    for name, g in values.items():
+        real = torch.cat([g[0], g[1, 4:]]).double()
+        totals = seen.gates[name]
+        near((totals.total_H / totals.values).tolist(), real.mean((0, 2)).tolist())
+        assert totals.tokens == 14
+        near(
+            totals.medians(),
+            real.transpose(0, 1).flatten(1).sort(-1)[0][:, (real[:, 0].numel() - 1) // 2].tolist(),
+            1e-3,
+        )
+
+
+def test_weights_are_those_before_the_gate_and_outputs_those_after() -> None:
+    inputs = batch("llama")
+    plain = spread(tiny.build("llama"))
+    with torch.no_grad(), capture(plain, layers=[0]) as bare:
+        plain(**inputs)
+    gated = attach(plain, "output:headwise:sigmoid,source=constant,bias=-2")
+    with torch.no_grad(), capture(gated, layers=[0]) as seen:
+        gated(**inputs)
+    (a,), (b,) = bare.attention.values(), seen.attention.values()
+    near(b.first.value(4), a.first.value(4))
+    near(b.norm.value(4), [x * float(torch.tensor(-2.0).sigmoid()) for x in a.norm.value(4)])  # type: ignore[operator]
+    near(b.effective_ranks(), a.effective_ranks(), 1e-4)
+
+
+def test_chosen_layers_heads_and_queries_are_the_same_numbers() -> None:
+    model, inputs = spread(tiny.build("llama")), batch("llama", "left")
+    maps = eager_maps(spread(tiny.build("llama", impl="eager")), inputs)
+    with torch.no_grad(), capture(model, layers=[1], chosen=Chosen(heads=(3, 0), queries=(2, 5))) as seen:
+        model(**inputs)
+    assert list(seen.attention) == ["model.layers.1.self_attn"]
+    totals, weights = seen.attention["model.layers.1.self_attn"], maps["model.layers.1.self_attn"][0]
+    rows = torch.cat([weights[0, :, 2:5, 0], weights[1, :, 6:9, 4]], -1)
+    near(totals.first.value(2), [float(rows[3].mean()), float(rows[0].mean())])
+    assert totals.queries == 6
+    with (
+        pytest.raises(SpecError, match="layer 2 is not there; this model has layers 0 to 1"),
+        capture(model, layers=[2]),
+    ):
+        pass
+
+
+def test_packed_documents_are_each_their_own() -> None:
+    ids = batch("llama")["input_ids"][:1]
+    packed = {"input_ids": ids, "position_ids": torch.tensor([[0, 1, 2, 3, 0, 1, 2, 3, 4]])}
+    for impl in ("sdpa", "eager"):
+        model = spread(tiny.build("llama", impl=impl))
+        with torch.no_grad(), capture(model) as seen:
+            model(**packed, use_cache=False)
+        with torch.no_grad(), capture(model) as alone:
+            model(input_ids=ids[:, :4])
+            model(input_ids=ids[:, 4:])
+        for a, b in zip(seen.attention.values(), alone.attention.values(), strict=True):
+            for number in ("first", "first_all", "strongest", "entropy", "norm"):
+                near(getattr(a, number).value(4), getattr(b, number).value(4))
+            assert a.sequences == b.sequences == 2
+
+
+def test_a_model_that_looks_across_packed_documents_is_told_so() -> None:
+    packed = {"input_ids": batch("llama")["input_ids"][:1], "position_ids": torch.tensor([[0, 1, 2, 3, 0, 1, 2, 3, 4]])}
+    model = spread(tiny.build("llama"))
+    with pytest.raises(UnsupportedError, match="token 4 of row 0 begins a sequence"), torch.no_grad(), capture(model):
+        model(**packed, use_cache=True)
+
+
+@pytest.mark.parametrize("cache", ["dynamic", "static"])
+def test_generating_is_the_same_as_reading_it_all(cache: str) -> None:
+    model = spread(tiny.build("llama"))
+    inputs = batch("llama", "left")
+    options = {"max_new_tokens": 4, "do_sample": False, "cache_implementation": cache, "pad_token_id": 0}
+    with torch.no_grad():
+        want = model.generate(**inputs, **options)
+        with capture(model) as seen:
+            got = model.generate(**inputs, **options)
+    assert torch.equal(got, want)
+    mask = torch.cat([inputs["attention_mask"], torch.ones(2, 3, dtype=torch.long)], 1)
+    with torch.no_grad(), capture(model) as whole:
+        model(input_ids=got[:, :-1], attention_mask=mask)
+    for a, b in zip(seen.attention.values(), whole.attention.values(), strict=True):
+        assert a.queries == b.queries
+        assert a.sequences == b.sequences == 2
+        for number in ("first", "first_all", "entropy", "norm"):
+            near(getattr(a, number).value(4), getattr(b, number).value(4))
+
+
+def test_in_bfloat16_scores_are_those_of_its_queries_and_keys() -> None:
+    model, inputs = spread(tiny.build("llama", impl="eager")).bfloat16(), batch("llama")
+    maps = eager_maps(model, inputs)
+    with torch.no_grad(), capture(model) as seen:
+        model(**inputs)
+    for name, totals in seen.attention.items():
+        share = maps[name][0][:, :, 1:, 0].float().mean((0, 2))
+        near(totals.first.value(4), share.tolist(), 2**-7)
+
+
+@pytest.mark.slow
+def test_a_compiled_model_is_watched_uncompiled() -> None:
+    model, inputs = spread(tiny.build("llama")), batch("llama")
+    with torch.no_grad(), capture(model) as want:
+        model(**inputs)
+    compiled = torch.compile(model, fullgraph=True)
+    with torch.no_grad():
+        before = compiled(**inputs).logits
+        with capture(compiled) as seen:
+            compiled(**inputs)
+        assert torch.equal(compiled(**inputs).logits, before)
+    for name, totals in seen.attention.items():
+        assert totals.first.value(4) == want.attention[name].first.value(4)
+
+
+def test_what_capture_does_not_understand_it_refuses() -> None:
+    deberta = hf.DebertaV2Model(
+        hf.DebertaV2Config(vocab_size=97, hidden_size=24, num_hidden_layers=1, num_attention_heads=4)
+    )
+    with pytest.raises(UnsupportedError, match="DeBERTa computes its attention itself"), capture(deberta):
+        pass
+    model = spread(tiny.build("llama"))
+    with pytest.raises(UnsupportedError, match="what temperature=float does"), torch.no_grad(), capture(model):
+        model(**batch("llama"), temperature=2.0)
