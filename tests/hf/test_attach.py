@@ -19,31 +19,14 @@ from gated_attn.errors import UnsupportedError
 from gated_attn.hf import gates
 from gated_attn.hf.attach import attach, detach
 from gated_attn.hf.verify import verify
+from tests.hf.tiny import build, wake
 
 IDS = torch.arange(3, 21).view(2, 9)
 SPECS = ["output:headwise:sigmoid", "value:elementwise:sigmoid", "key:headwise:sigmoid", "dense:elementwise:sigmoid"]
 
 
 def llama(*, bias: bool = False) -> Any:
-    torch.manual_seed(3)
-    config = hf.LlamaConfig(
-        vocab_size=97,
-        hidden_size=24,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        intermediate_size=29,
-        attention_bias=bias,
-    )
-    return hf.LlamaForCausalLM(config).eval()
-
-
-def awake(model: Any) -> Any:
-    torch.manual_seed(5)
-    for gate in gates(model).values():
-        for parameter in gate.parameters():
-            nn.init.normal_(parameter, std=parameter.shape[-1] ** -0.5 if parameter.dim() > 1 else 1.0)
-    return model
+    return build("llama", seed=3, attention_bias=bias)
 
 
 @torch.no_grad()
@@ -53,7 +36,7 @@ def logits(model: Any) -> Tensor:
 
 @pytest.mark.parametrize("spec", SPECS)
 def test_a_pickled_model_runs_in_another_process(spec: str, tmp_path: Path) -> None:
-    model = awake(attach(llama(), spec))
+    model = wake(attach(llama(), spec))
     torch.save(model, tmp_path / "model.pt")
     code = (
         f"import torch; model = torch.load({str(tmp_path / 'model.pt')!r}, weights_only=False)\n"
@@ -76,7 +59,7 @@ def test_flash_attention_sees_its_own_name(monkeypatch: pytest.MonkeyPatch) -> N
         return ALL_ATTENTION_FUNCTIONS["sdpa"](module, query, key, value, mask, **kwargs)
 
     monkeypatch.setitem(ALL_ATTENTION_FUNCTIONS._global_mapping, "flash_attention_2", flash)
-    model = awake(attach(llama(), "output:headwise:sigmoid"))
+    model = wake(attach(llama(), "output:headwise:sigmoid"))
     want = logits(model)
     model.config._attn_implementation_internal = "flash_attention_2"
     assert torch.equal(logits(model), want)
@@ -89,8 +72,8 @@ def test_flash_attention_sees_its_own_name(monkeypatch: pytest.MonkeyPatch) -> N
      "output:headwise:sigmoid,source=lse,fill", "value:elementwise,fill", "key:headwise,fill", "dense:elementwise,fill"],
 )  # fmt: skip
 def test_offloaded_models_compute_and_verify(spec: str) -> None:
-    want = logits(awake(attach(llama(), spec)))
-    model = awake(attach(llama(), spec))
+    want = logits(wake(attach(llama(), spec)))
+    model = wake(attach(llama(), spec))
     accelerate.cpu_offload(model, execution_device=torch.device("cpu"))
     assert torch.equal(logits(model), want)
     assert verify(model, {"input_ids": IDS}).ok
@@ -143,7 +126,7 @@ def test_beside_quantised_layers_a_gate_is_a_linear_layer_in_the_compute_dtype(
     for layer in model.model.layers:
         for name in ("q_proj", "k_proj", "v_proj", "o_proj"):
             setattr(layer.self_attn, name, Packed(getattr(layer.self_attn, name), kind))
-    awake(attach(model, spec))
+    wake(attach(model, spec))
     assert {p.dtype for gate in gates(model).values() for p in gate.parameters()} == {dtype}
     assert all(type(gate.proj) is nn.Linear for gate in gates(model).values())
     assert verify(model, {"input_ids": IDS}).ok
@@ -165,11 +148,11 @@ SHARDED = """
 import os, sys, torch
 from torch.distributed.fsdp import fully_shard
 from gated_attn import attach, verify
-from test_attach import IDS, awake, llama, logits
+from tests.hf.test_attach import IDS, llama, logits, wake
 torch.distributed.init_process_group("gloo", init_method="file://" + sys.argv[1], rank=0, world_size=1)
 kept = []  # torch 2.13 may crash as it frees a model that fully_shard made, or as the process ends in its own way
 for spec in sys.argv[2:]:
-    model = awake(attach(llama(bias=True), spec))
+    model = wake(attach(llama(bias=True), spec))
     want = logits(model)
     for layer in model.model.layers:
         fully_shard(layer)
@@ -184,16 +167,17 @@ def test_verify_reads_sharded_parameters_while_they_are_whole(tmp_path: Path) ->
     """FSDP2 on one process: outside of their layer's forward its parameters are DTensors."""
     specs = [*SPECS, "output:headwise,fill", "value:headwise,fill", "dense:elementwise,fill"]
     command = [sys.executable, "-c", SHARDED, str(tmp_path / "ranks"), *specs]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=Path(__file__).parent)
+    done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=Path(__file__).parents[2])
     assert done.stdout.split("\n")[:-1] == [f"{spec} True True" for spec in specs], done.stderr
 
 
 def test_a_gated_layer_may_be_replaced_through_add_module() -> None:
-    model = awake(attach(llama(), "value:headwise:sigmoid"))
+    model = wake(attach(llama(), "value:headwise:sigmoid"))
     want = logits(model)
     for layer in model.model.layers:
-        twin = nn.Linear(24, 12, bias=False)
-        twin.load_state_dict(layer.self_attn.v_proj.state_dict())
+        old = layer.self_attn.v_proj
+        twin = nn.Linear(old.in_features, old.out_features, bias=False)
+        twin.load_state_dict(old.state_dict())
         layer.self_attn.add_module("v_proj", twin)
     assert torch.equal(logits(model), want)
     assert verify(model, {"input_ids": IDS}).ok

@@ -20,20 +20,16 @@ pytest.importorskip("onnxscript")
 
 from gated_attn.hf import onnx as writing  # noqa: E402
 from gated_attn.hf.onnx import to_onnx  # noqa: E402
+from tests.hf.tiny import spread, wake  # noqa: E402
 
 
-@torch.no_grad()
-def wake(model: nn.Module) -> Any:
-    torch.manual_seed(5)
-    for name, parameter in model.named_parameters():
-        if parameter.dim() > 1:
-            nn.init.normal_(parameter, std=(5 if "attn_gate" in name else 1) * parameter.shape[-1] ** -0.5)
-    return model.eval()
+def awake(model: nn.Module) -> Any:
+    return wake(spread(model, seed=5)).eval()
 
 
 def attention(gate: str, **options: Any) -> GatedAttention:
     sizes = {"kv_heads": 2, "head_dim": 8, "rope": Rope(8), "causal": True, "qk_norm": True}
-    return wake(GatedAttention(40, 6, gate=gate, **(sizes | options)))
+    return awake(GatedAttention(40, 6, gate=gate, **(sizes | options)))
 
 
 def ran(path: Path, **inputs: Tensor) -> Tensor:
@@ -43,7 +39,7 @@ def ran(path: Path, **inputs: Tensor) -> Tensor:
 
 def small_decoder(gate: str) -> Decoder:
     sizes = {"vocab_size": 31, "layers": 2, "heads": 6, "kv_heads": 2, "head_dim": 8, "dim": 40, "ffn_dim": 24}
-    return wake(Decoder(DecoderConfig(gate=gate, qk_norm=True, **sizes)))
+    return awake(Decoder(DecoderConfig(gate=gate, qk_norm=True, **sizes)))
 
 
 @pytest.mark.parametrize(
@@ -95,10 +91,10 @@ def test_attention_with_masked_rows(gate: str, tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_other_modules(tmp_path: Path) -> None:
-    block = wake(GatedTransformerBlock(40, 5, gate="paper", rope=Rope(8)))
+    block = awake(GatedTransformerBlock(40, 5, gate="paper", rope=Rope(8)))
     assert to_onnx(block, tmp_path / "block.onnx").inputs == ("x", "mask")
     for batch_first in (True, False):
-        model = wake(GatedMultiheadAttention(40, 5, batch_first=batch_first, kdim=7, vdim=9, bias=False))
+        model = awake(GatedMultiheadAttention(40, 5, batch_first=batch_first, kdim=7, vdim=9, bias=False))
         report = to_onnx(model, tmp_path / f"{batch_first}.onnx")
         q, k, v = torch.randn(2, 3, 40), torch.randn(2, 11, 7), torch.randn(2, 11, 9)
         hidden = torch.rand(2, 11) < 0.4

@@ -3,39 +3,28 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import peft
 import pytest
 import torch
-import transformers as hf
-from torch import Tensor, nn
+from torch import Tensor
 
 from gated_attn.errors import SpecError
 from gated_attn.hf import load_pretrained, save_gates
 from gated_attn.hf.attach import attach, detach, gates
 from gated_attn.hf.verify import verify
+from tests.hf import tiny
+from tests.hf.tiny import spread, wake
 
-SMALL = {
-    "vocab_size": 97, "hidden_size": 24, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 10,
-    "intermediate_size": 29, "max_position_embeddings": 64,
-}  # fmt: skip
-MODELS: dict[str, tuple[Callable[[], Any], list[str]]] = {
-    "llama": (lambda: hf.LlamaForCausalLM(hf.LlamaConfig(**SMALL)), ["q_proj", "k_proj", "v_proj", "o_proj"]),
-    "qwen3": (lambda: hf.Qwen3ForCausalLM(hf.Qwen3Config(**SMALL)), ["q_proj", "k_proj", "v_proj", "o_proj"]),
-    "gpt2": (
-        lambda: hf.GPT2LMHeadModel(hf.GPT2Config(vocab_size=97, n_embd=24, n_layer=2, n_head=4, bos_token_id=1, eos_token_id=2)),
-        ["c_attn", "attn.c_proj"],
-    ),
-    "bert": (
-        lambda: hf.BertForMaskedLM(
-            hf.BertConfig(vocab_size=97, hidden_size=24, num_hidden_layers=2, num_attention_heads=4, intermediate_size=29)
-        ),
-        ["query", "key", "value", "attention.output.dense"],
-    ),
-}  # fmt: skip
+LLAMA = ["q_proj", "k_proj", "v_proj", "o_proj"]
+TARGETS = {
+    "llama": LLAMA,
+    "qwen3": LLAMA,
+    "gpt2": ["c_attn", "attn.c_proj"],
+    "bert": ["query", "key", "value", "attention.output.dense"],
+}
 SPECS = [
     "output:headwise:sigmoid", "value:elementwise:sigmoid", "key:headwise:sigmoid", "query:elementwise:sigmoid",
     "dense:elementwise:sigmoid",
@@ -44,24 +33,12 @@ IDS = torch.arange(3, 21).view(2, 9)
 
 
 def build(name: str) -> Any:
-    torch.manual_seed(5)
-    model = MODELS[name][0]().double().eval()
-    for parameter in model.parameters():
-        if parameter.dim() == 2:
-            nn.init.normal_(parameter, std=parameter.shape[-1] ** -0.5)
-    return model
+    return spread(tiny.build(name, seed=5).double())
 
 
 def adapt(model: Any, name: str) -> Any:
-    config = peft.LoraConfig(r=3, lora_alpha=7, target_modules=MODELS[name][1], fan_in_fan_out=name == "gpt2")
+    config = peft.LoraConfig(r=3, lora_alpha=7, target_modules=TARGETS[name], fan_in_fan_out=name == "gpt2")
     return peft.get_peft_model(model, config).double().eval()
-
-
-def wake(model: Any, what: str) -> None:
-    torch.manual_seed(9)
-    for key, parameter in model.named_parameters():
-        if what in key and parameter.dim() > 1:
-            nn.init.normal_(parameter, std=parameter.shape[-1] ** -0.5 * (5 if what == "attn_gate" else 1))
 
 
 def logits(model: Any) -> Tensor:
@@ -73,18 +50,18 @@ def close(a: Tensor, b: Tensor) -> None:
 
 
 @pytest.mark.parametrize("spec", SPECS)
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", TARGETS)
 def test_before_and_after_attach_merged_and_disabled_are_one_answer(name: str, spec: str) -> None:
     base = build(name)
     after = adapt(attach(copy.deepcopy(base), spec), name)
     before = attach(adapt(copy.deepcopy(base), name), spec)
     for model in (after, before):
-        wake(model, "attn_gate")
+        wake(model)
     gated = logits(attach_like(copy.deepcopy(base), spec))
     close(logits(after), gated)  # a new adapter adds nothing
     for model in (after, before):
-        wake(model, "lora_B")
-        wake(model, "lora_A")
+        spread(model, only="lora_B", seed=9)
+        spread(model, only="lora_A", seed=9)
     want = logits(after)
     assert (want - gated).abs().max() > 1e-3
     close(logits(before), want)
@@ -107,7 +84,7 @@ def test_before_and_after_attach_merged_and_disabled_are_one_answer(name: str, s
 
 def attach_like(model: Any, spec: str) -> Any:
     attach(model, spec)
-    wake(model, "attn_gate")
+    wake(model)
     return model
 
 
@@ -116,7 +93,7 @@ def test_unloading_leaves_the_gated_model(spec: str) -> None:
     model = attach_like(build("llama"), spec)
     want = logits(model)
     adapted = adapt(model, "llama")
-    wake(adapted, "lora_B")
+    spread(adapted, only="lora_B", seed=9)
     assert (logits(adapted) - want).abs().max() > 1e-3
     close(logits(adapted.unload()), want)
 
@@ -139,7 +116,7 @@ def test_the_gates_linear_takes_an_adapter_of_its_own() -> None:
     want = logits(model)
     adapted = peft.get_peft_model(model, peft.LoraConfig(r=3, target_modules=["attn_gate.proj"])).double().eval()
     close(logits(adapted), want)
-    wake(adapted, "lora_B")
+    spread(adapted, only="lora_B", seed=9)
     moved = logits(adapted)
     assert (moved - want).abs().max() > 1e-3
     close(logits(adapted.merge_and_unload()), moved)
@@ -173,7 +150,7 @@ def test_gates_that_peft_keeps_copies_of_are_one_again_afterwards(spec: str) -> 
         r=3, target_modules=["q_proj", "k_proj", "v_proj", "o_proj"], modules_to_save=["attn_gate"]
     )
     adapted = peft.get_peft_model(model, config).double().eval()
-    wake(adapted, "lora_B")
+    spread(adapted, only="lora_B", seed=9)
     want = logits(adapted)
     merged = adapted.merge_and_unload()
     close(logits(merged), want)

@@ -21,44 +21,25 @@ from gated_attn.hf.attach import GATE, attach, attach_each, detach, gates
 from gated_attn.hf.config import MODEL_TYPE, GatedConfig
 from gated_attn.hf.store import base_hash, load_gates, placed, save_gates
 from gated_attn.hf.whole import load_pretrained
+from tests.hf.tiny import GPT, IMAGE, LLM, TINY, WIDE, wake
 
 INSTALL = "pip install 'gated-attn[hf]'"
 
-SIZES = {
-    "vocab_size": 97, "hidden_size": 24, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 29,
-    "max_position_embeddings": 64,
-}  # fmt: skip
-GQA = SIZES | {"num_key_value_heads": 2, "head_dim": 10}
-IMAGE = {
-    "hidden_size": 24, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 29, "image_size": 16, "patch_size": 4,
-}  # fmt: skip
-GPT2 = {
-    "vocab_size": 97, "n_embd": 24, "n_layer": 2, "n_head": 4, "n_positions": 64, "bos_token_id": 1, "eos_token_id": 2,
-}  # fmt: skip
-T5 = {
-    "vocab_size": 97,
-    "d_model": 24,
-    "d_kv": 7,
-    "d_ff": 29,
-    "num_layers": 2,
-    "num_heads": 4,
-    "decoder_start_token_id": 0,
-}
 IDS = torch.arange(1, 12)[None]
 
 # name -> (class, configuration, Auto class, specs, inputs)
 FAMILIES: dict[str, tuple[Any, Any, Any, Any, dict[str, Tensor]]] = {
     "llama": (
-        hf.LlamaForCausalLM, hf.LlamaConfig(**GQA), hf.AutoModelForCausalLM, "output:elementwise:sigmoid,bias=0.5,layers=1",
+        hf.LlamaForCausalLM, hf.LlamaConfig(**WIDE), hf.AutoModelForCausalLM, "output:elementwise:sigmoid,bias=0.5,layers=1",
         {"input_ids": IDS},
     ),
-    "qwen3": (hf.Qwen3ForCausalLM, hf.Qwen3Config(**GQA), hf.AutoModelForCausalLM, "key:headwise", {"input_ids": IDS}),
+    "qwen3": (hf.Qwen3ForCausalLM, hf.Qwen3Config(**WIDE), hf.AutoModelForCausalLM, "key:headwise", {"input_ids": IDS}),
     "gpt2": (
-        hf.GPT2LMHeadModel, hf.GPT2Config(**GPT2), hf.AutoModelForCausalLM, "value:headwise,rank=3", {"input_ids": IDS},
+        hf.GPT2LMHeadModel, hf.GPT2Config(**GPT), hf.AutoModelForCausalLM, "value:headwise,rank=3", {"input_ids": IDS},
     ),
-    "bert": (hf.BertForMaskedLM, hf.BertConfig(**SIZES), hf.AutoModelForMaskedLM, "dense:elementwise", {"input_ids": IDS}),
+    "bert": (hf.BertForMaskedLM, hf.BertConfig(**LLM), hf.AutoModelForMaskedLM, "dense:elementwise", {"input_ids": IDS}),
     "t5": (
-        hf.T5ForConditionalGeneration, hf.T5Config(**T5), hf.AutoModelForSeq2SeqLM,
+        hf.T5ForConditionalGeneration, hf.T5Config(**TINY["t5"].settings), hf.AutoModelForSeq2SeqLM,
         {"self": "output:headwise", "cross": "output:shared:2sigmoid"}, {"input_ids": IDS, "decoder_input_ids": IDS[:, :5]},
     ),
     "vit": (
@@ -72,20 +53,6 @@ def base(name: str, seed: int = 0) -> Any:
     cls, config = FAMILIES[name][:2]
     torch.manual_seed(seed)
     return cls(copy.deepcopy(config)).eval()
-
-
-def wake(model: nn.Module, seed: int = 1) -> Any:
-    """Gate weights of std 5 / sqrt(fan in), the same ones every time."""
-    maker = torch.Generator().manual_seed(seed)
-    for gate in gates(model).values():
-        for parameter in gate.parameters():
-            values = (
-                torch.randn(parameter.shape, generator=maker)
-                * 5
-                * (parameter.shape[-1] if parameter.ndim > 1 else 1) ** -0.5
-            )
-            parameter.data.copy_(values)
-    return model
 
 
 def gated(name: str) -> Any:
@@ -189,7 +156,7 @@ def test_another_base_is_refused_unless_it_is_accepted(tmp_path: Path) -> None:
     load_gates(other, tmp_path, base="any")
     assert all(torch.equal(other.state_dict()[name], model.state_dict()[name]) for name in gate_keys(model))
     for change in ({"num_key_value_heads": 4}, {"num_attention_heads": 2, "head_dim": 20}):
-        sizes = hf.LlamaForCausalLM(hf.LlamaConfig(**GQA | change))
+        sizes = hf.LlamaForCausalLM(hf.LlamaConfig(**WIDE | change))
         with pytest.raises(RecordError, match=r"model.layers.1.self_attn is .*D=24, H=4, K=2, E=10, and the model has"):
             load_gates(sizes, tmp_path, base="any")
         assert not gates(sizes)
@@ -206,7 +173,7 @@ def test_the_base_hash_is_of_the_base_alone() -> None:
     known = base_hash(model)
     assert base_hash(attach(copy.deepcopy(model), "value:headwise")) == known
     assert base_hash(copy.deepcopy(model).to(torch.bfloat16)) == known
-    assert base_hash(hf.LlamaForCausalLM(hf.LlamaConfig(**GQA)).to("meta")) is None
+    assert base_hash(hf.LlamaForCausalLM(hf.LlamaConfig(**WIDE)).to("meta")) is None
     changed = copy.deepcopy(model)
     changed.model.norm.weight.data[-1] += 0.1
     assert base_hash(changed) != known
@@ -286,7 +253,7 @@ def test_bfloat16_gates_keep_their_bits(tmp_path: Path) -> None:
 
 
 def test_shared_layers_are_saved_once(tmp_path: Path) -> None:
-    sizes = SIZES | {"embedding_size": 12, "num_hidden_layers": 3}
+    sizes = LLM | {"embedding_size": 12, "num_hidden_layers": 3}
     torch.manual_seed(0)
     model = hf.AlbertForMaskedLM(hf.AlbertConfig(**sizes)).eval()
     fresh = copy.deepcopy(model)
