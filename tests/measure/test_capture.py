@@ -176,7 +176,8 @@ def test_gates_that_a_model_was_born_with_are_seen(name: str) -> None:
 @pytest.mark.parametrize(
     "spec",
     ["output:headwise", "output:elementwise", "value:elementwise", "key:headwise", "query:headwise,source=query",
-     "dense:elementwise", "output:headwise,source=lse,bias=1", "output:headwise,source=lse,sink_key,bias=1", "output:shared", "output:headwise,fill"],
+     "dense:elementwise", "output:headwise,source=lse,bias=1", "output:headwise,source=lse,sink_key,bias=1",
+     "output:shared", "output:headwise,fill"],
 )  # fmt: skip
 def test_attached_gates_are_seen_as_they_are_applied(spec: str) -> None:
     inputs = batch("llama", "left")

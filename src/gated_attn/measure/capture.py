@@ -311,8 +311,8 @@ class _Watch:
             if summary.visible_T.max() > span.key_stop - span.key_start:
                 raise UnsupportedError(
                     f"{self.row.name}: token {span.key_start} of row {span.row} begins a sequence, by its position ids, and its "
-                    f"queries see {int(summary.visible_T.max())} keys where the sequence has {span.key_stop - span.key_start}: this model "
-                    "looks across packed documents; pass use_cache=False, or a mask"
+                    f"queries see {int(summary.visible_T.max())} keys where the sequence has {span.key_stop - span.key_start}: "
+                    "this model looks across packed documents; pass use_cache=False, or a mask"
                 )
             ids_S = None if ids_BL is None else ids_BL[span.row, span.key_start : span.key_stop]
             fits = ids_S is not None and len(ids_S) == span.key_stop - span.key_start

@@ -40,7 +40,8 @@ def text_batches(tokenizer: Any, text: str, *, tokens: int, length: int, rows: i
     count = min(tokens // length, len(ids) // body)
     if count < 1:
         raise RecipeError(
-            f"{len(ids)} tokens of text and tokens={tokens} do not fill one sequence of {length}; pass more text, or a smaller length"
+            f"{len(ids)} tokens of text and tokens={tokens} do not fill one sequence of {length}; pass more text, "
+            "or a smaller length"
         )
     built = [
         tokenizer.build_inputs_with_special_tokens(ids[i * body : (i + 1) * body])
