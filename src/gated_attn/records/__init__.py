@@ -10,7 +10,18 @@ report reads them.
 """
 
 from gated_attn.codec import write_text
-from gated_attn.records.diagnosis import AttentionStat, Diagnosis, GateReading, HeadStat, Pattern, StreamStat, TokenView
+from gated_attn.records.diagnosis import (
+    AttentionStat,
+    Diagnosis,
+    Difference,
+    GateReading,
+    HeadStat,
+    Pattern,
+    StreamStat,
+    TokenView,
+    diff,
+)
+from gated_attn.records.health import GateHealth, HealthPoint, HealthRecord
 from gated_attn.records.runs import (
     GATE_SHUT,
     HISTOGRAM_BINS,
@@ -33,9 +44,13 @@ __all__ = [
     "CompareRecord",
     "CompareRow",
     "Diagnosis",
+    "Difference",
+    "GateHealth",
     "GateReading",
     "GateStat",
     "HeadStat",
+    "HealthPoint",
+    "HealthRecord",
     "HistoryPoint",
     "Paired",
     "Pattern",
@@ -43,6 +58,7 @@ __all__ = [
     "SampleGates",
     "StreamStat",
     "TokenView",
+    "diff",
     "paired_interval",
     "t_quantile",
     "verdict",
