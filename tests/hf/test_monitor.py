@@ -255,6 +255,10 @@ def test_a_monitor_that_has_nothing_to_watch(tmp_path: Path) -> None:
         GateMonitor(0)
     with pytest.raises(RecipeError, match=r"low=0.99, high=0.95"):
         GateMonitor(low=0.99)
+    alone: Any = llama()
+    next(iter(gates(alone).values())).unshard = None  # as a gate on which fully_shard was called has
+    with pytest.raises(UnsupportedError, match=r"keeps a copy of each Gate.*FSDP2 unit of its own"):
+        trainer(alone, tmp_path, 1, GateMonitor()).train()
     bare = tiny.build("gpt2")
     with pytest.raises(SpecError, match="found no gates"):
         trainer(bare, tmp_path, 1, GateMonitor()).train()

@@ -13,8 +13,10 @@ from torch import Tensor, nn
 
 from gated_attn.errors import UnsupportedError
 from gated_attn.hf import GateDecay, GateMonitor, GateWarmup, gates, native_gates, param_groups
+from gated_attn.hf.attach import attach
 from gated_attn.hf.native import NativeGate
 from gated_attn.hf.watched import WatchedRows, watch
+from tests.hf import tiny
 from tests.hf.test_native import CASES, build
 from tests.hf.training import Chain, State, launch, measured, said, same_numbers, trainer
 
@@ -253,6 +255,30 @@ def test_watching_draws_no_random_numbers(case: str) -> None:
             loss(model(input_ids=IDS)[0]).backward()
         found.append([torch.rand(3), *(p.grad for p in model.parameters() if p.grad is not None)])
     assert all(torch.equal(one, other) for one, other in zip(*found, strict=True))
+
+
+@pytest.mark.parametrize("attached", [True, False])
+def test_of_the_copies_that_peft_trains_and_keeps_the_first_counts(
+    attached: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    """`modules_to_save`: the original stands aside, frozen."""
+    model = attach(tiny.build("llama"), "output:headwise,std=1") if attached else build("lfm3")
+    names = ["attn_gate"] if attached else ["g_proj"]
+    model = peft.get_peft_model(model, peft.LoraConfig(r=3, target_modules=["v_proj"], modules_to_save=names))
+    monitor = GateMonitor(every=1)
+    state = begun(model, monitor)
+    first = step(model, monitor, state)
+    places = [f"base_model.model.model.layers.{i}.self_attn{'' if attached else '.g_proj'}" for i in (0, 1)]
+    assert {key.rpartition("/")[0] for key in first if key != "step"} == {f"gate/{place}" for place in places}
+    trained = [p for name, p in model.named_parameters() if p.requires_grad and ".0." in name and names[0] in name]
+    assert of(first, places[0])["grad_norm"] == pytest.approx(norm(*(p.grad.double() for p in trained)), rel=TINY_ERROR)
+    with torch.no_grad():
+        for parameter in trained:
+            parameter.add_(1.0)
+    row = of(step(model, monitor, state), places[0])
+    assert row["weight_norm"] == pytest.approx(norm(*(p.detach().double() for p in trained)), rel=TINY_ERROR)
+    assert row["change"] > 0.01
+    assert said(caplog) == []
 
 
 def test_an_adapter_elsewhere_leaves_the_gate_frozen(caplog: pytest.LogCaptureFixture) -> None:

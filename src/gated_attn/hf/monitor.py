@@ -292,8 +292,8 @@ def _add_over_processes(tensors: list[Tensor], device: torch.device) -> None:
 
 
 def _short(name: str) -> str:
-    """The name of what has the gate, in the model as it was before it was compiled."""
-    return name.removeprefix("_orig_mod.").removesuffix(".attn_gate")
+    """The name of what has the gate, in the model as it was before it was compiled; also of a gate that PEFT keeps a copy of."""
+    return re.sub(r"\.attn_gate(\.modules_to_save\.\w+)?$", "", name.removeprefix("_orig_mod."))
 
 
 def _list(heads: list[int]) -> str:

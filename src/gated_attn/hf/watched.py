@@ -236,11 +236,11 @@ class WatchedRows(Watched):
 
 
 def watch(model: nn.Module) -> dict[str, Watched]:
-    """Every gate of the model, attached or native, by its name in `gated_attn.hf.gates`.
+    """Every gate of the model, attached or native, by its name in `gated_attn.hf.gates`; of PEFT's copies the one that trains.
 
     Raises UnsupportedError where another process has the gates' numbers, or they lie in one flat tensor with others.
     """
-    found = gates(model)
+    found = {name: gate for name, gate in gates(model).items() if not name.endswith(".original_module")}
     holders = [gate.layer if isinstance(gate, NativeGate) else gate for gate in found.values()]
     flattened = any(type(module).__name__ == "FullyShardedDataParallel" for module in model.modules())
     if flattened or any(p.numel() == 0 and not hasattr(p, "full_tensor") for one in holders for p in one.parameters()):
@@ -261,8 +261,13 @@ def twin(module: nn.Module, shared: Iterable[nn.Parameter] = ()) -> Any:
     """A copy that neither trains, drops out nor follows, without the hooks that others put on the module.
 
     Its parameters are whole and its own. Those in `shared` stay the module's, unless they are sharded: that costs no memory, and
-    keeps what quantised weights have beside their numbers.
+    keeps what quantised weights have beside their numbers. UnsupportedError for a module that FSDP2 shards by itself.
     """
+    if any(hasattr(part, "unshard") for part in module.modules()):  # FSDP2's own modules refuse to be copied
+        raise UnsupportedError(
+            f"GateMonitor keeps a copy of each {type(module).__name__}, and this one is an FSDP2 unit of its own; call "
+            "fully_shard on the layer around it"
+        )
     kept = {id(parameter) for parameter in shared if not hasattr(parameter, "full_tensor")}
     memo: dict[int, Any] = {
         id(p): p if id(p) in kept else nn.Parameter(whole(p.detach()).clone(), requires_grad=False)
