@@ -18,7 +18,7 @@ from gated_attn.hf.native import NativeGate
 from gated_attn.hf.watched import WatchedRows, watch
 from tests.hf import tiny
 from tests.hf.test_native import CASES, build
-from tests.hf.training import Chain, State, launch, measured, said, same_numbers, trainer
+from tests.hf.training import State, batches, launch, measured, said, same_numbers, trainer
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore:`.*gradient_checkpointing.*` is deprecated:FutureWarning",  # the name of transformers 5.0, which we support
@@ -353,9 +353,6 @@ def test_trainers_watch_them_too(case: str, compiled: bool, tmp_path: Path, capl
     assert not [text for text in said(caplog) if "run" in text]
 
 
-# Callbacks that hold parameters back or decay them
-
-
 def test_gates_that_are_rows_of_the_queries_cannot_wait(tmp_path: Path) -> None:
     for callback, word in ((GateWarmup(2), "GateWarmup holds back"), (GateDecay(0.1), "GateDecay decays")):
         with pytest.raises(UnsupportedError, match=f"{word}.*layers.0.self_attn.q_proj holds queries as well"):
@@ -370,8 +367,6 @@ def test_gates_with_a_projection_of_their_own_can(tmp_path: Path) -> None:
     assert all(torch.equal(gate.weight_HGD, before[name]) for name, gate in native_gates(model).items())
     assert not any(key.endswith("grad_norm") for row in measured(run).values() for key in row)
 
-
-# Several processes
 
 SHARDED = """
 import sys, torch
@@ -396,10 +391,6 @@ for case in ("qwen3_next bias", "lfm3"):
 if rank == 0:
     torch.save(found, sys.argv[1])
 """
-
-
-def batches() -> list[Tensor]:
-    return [torch.stack([Chain()[8 * step + i]["input_ids"] for i in range(8)]) for step in range(3)]
 
 
 def steps(model: nn.Module, rows: list[Tensor]) -> list[dict[str, float]]:
