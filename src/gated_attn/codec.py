@@ -120,8 +120,8 @@ def drafted(target: str | os.PathLike[str], *, replace: bool = False) -> Iterato
         ...     (draft / "config.json").write_text(config)
     """
     final = Path(target)
-    if not replace and os.path.lexists(final):
-        raise CheckpointError(f"{final} exists and is not overwritten: name another path, or remove it first")
+    if not replace:
+        refuse_existing(final)
     draft = final.with_name(f".{final.name}.{secrets.token_hex(4)}.tmp")
     try:
         yield draft
@@ -132,6 +132,12 @@ def drafted(target: str | os.PathLike[str], *, replace: bool = False) -> Iterato
         else:
             draft.unlink(missing_ok=True)
         raise
+
+
+def refuse_existing(target: str | os.PathLike[str]) -> None:
+    """CheckpointError if something is there already; for asking before the work rather than after it."""
+    if os.path.lexists(target):
+        raise CheckpointError(f"{target} exists and is not overwritten: name another path, or remove it first")
 
 
 def write_text(path: str | os.PathLike[str], text: str) -> Path:

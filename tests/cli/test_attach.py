@@ -87,7 +87,7 @@ def test_a_gate_that_is_not_wired_ends_with_exit_code_1(
 def test_mistakes_are_named(llama: Path, tmp_path: Path) -> None:
     with pytest.raises(GatedAttnError, match=r"has no config\.json"):
         invoke("attach", tmp_path, "identity", "-o", tmp_path / "out")
-    with pytest.raises(GatedAttnError, match="is there already"):
+    with pytest.raises(GatedAttnError, match="exists and is not overwritten"):
         invoke("attach", llama, "identity", "-o", llama)
     with pytest.raises(GatedAttnError, match="did you mean 'identity'"):
         invoke("attach", llama, "identiy", "-o", tmp_path / "out")

@@ -121,9 +121,9 @@ def attach(
 
     The gates are verified before the whole model is written; tokenizer files come along.
     """
-    from gated_attn.cli.attach import run_attach
+    from gated_attn.cli.attach import run
 
-    run_attach(model, spec, output, cross, layers, names or [], as_json=json)
+    run(model, spec, output, cross, layers, names or [], as_json=json)
 
 
 @app.command()
@@ -135,9 +135,51 @@ def verify(
 
     All gates are shut together; each block must then give exactly what a shut gate leaves. Exit code 1 if one does not.
     """
-    from gated_attn.cli.attach import run_verify
+    from gated_attn.cli.verify import run
 
-    run_verify(model, as_json=json)
+    run(model, as_json=json)
+
+
+@app.command()
+def diagnose(
+    model: Annotated[str, typer.Argument(help="A folder, a sample such as smollm2, minilm or whisper, or a name on the hub.")],
+    text: Annotated[Path | None, typer.Option(help="A UTF-8 text to read [default: the help texts of Python].")] = None,
+    tokens: Annotated[int, typer.Option(min=1, help="How many tokens to read.")] = 4096,
+    length: Annotated[int | None, typer.Option(min=2, help="Tokens of each sequence [default: 512, or the model's positions].")] = None,
+    layers: Annotated[str | None, typer.Option(help="Only these layers, such as 0-3,7.")] = None,
+    heads: Annotated[str | None, typer.Option(help="Only these heads of each layer.")] = None,
+    queries: Annotated[str | None, typer.Option(help="Only queries at these positions, such as 64-512.")] = None,
+    sink_tokens: Annotated[int, typer.Option("--sink-tokens", min=1, help="T of the sink rate: it falls with T.")] = 64,
+    dtype: Annotated[str, typer.Option(help="float32, bfloat16, float16; auto: as saved.")] = "auto",
+    attention: Annotated[str | None, typer.Option("--attn", help="eager, sdpa, ... [default: the model's].")] = None,
+    output: Annotated[Path | None, typer.Option("--output", "-o", help="Folder for diagnosis.json.")] = None,
+    json: Json = False,
+) -> None:  # fmt: skip
+    """Show a model's attention sinks, outliers and gates.
+
+    Streaming: memory grows with the length, never with its square, and the model's outputs stay as they are.
+    """
+    from gated_attn.cli.diagnose import run
+
+    run(model, text, tokens, length, layers, heads, queries, sink_tokens, dtype, attention, output, as_json=json)
+
+
+@app.command()
+def explore(
+    model: Annotated[str, typer.Argument(help="A folder, a sample such as smollm2 or minilm, or a name on the hub.")],
+    text: Annotated[str | None, typer.Option(help="The text to begin with.")] = None,
+    host: Annotated[str, typer.Option(help="Address to listen on; other than loopback, others can reach the page.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(min=0, max=65535, help="0: the first free one from 7860 on.")] = 0,
+    dtype: Annotated[str, typer.Option(help="float32, bfloat16, float16; auto: as saved.")] = "auto",
+    browser: Annotated[bool, typer.Option("--browser", help="Open the page in a browser, too.")] = False,
+) -> None:  # fmt: skip
+    """See every head at work on a text, in a local page.
+
+    Token by token: each head's gate, what it attends to, what it adds; close or open heads and see the prediction change.
+    """
+    from gated_attn.cli.explore import run
+
+    run(model, text, host, port, dtype, browser=browser)
 
 
 @app.command()

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import hashlib
 import os
-import secrets
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,7 +18,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from gated_attn.codec import Checked, Record
+from gated_attn.codec import Checked, Record, drafted
 from gated_attn.errors import RecordError, SpecError, UnsupportedError
 from gated_attn.gate import Gate
 from gated_attn.hf import families, plain
@@ -118,12 +117,8 @@ def save_gates(model: nn.Module, folder: str | os.PathLike[str]) -> Path:
             f"{few(empty)}: on the meta device, without values to save; load the model's weights first"
         )
     target.mkdir(parents=True, exist_ok=True)
-    draft = target / f".{TENSORS}.{secrets.token_hex(4)}.tmp"
-    try:
+    with drafted(target / TENSORS, replace=True) as draft:
         save_file({name: value.cpu() for name, value in tensors.items()}, draft, metadata={"format": "pt"})
-        os.replace(draft, target / TENSORS)
-    finally:
-        draft.unlink(missing_ok=True)
     record.save(target / JSON)
     return target
 

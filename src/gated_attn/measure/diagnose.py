@@ -47,6 +47,7 @@ def diagnose(
     name: str = "",
     text: str = "",
     tokenizer: Any = None,
+    labels: Sequence[str] | None = None,
     layers: Iterable[int] | None = None,
     heads: Iterable[int] | None = None,
     queries: tuple[int, int] | None = None,
@@ -66,6 +67,7 @@ def diagnose(
         batches: keywords of the model's forward, such as `{"input_ids": ..., "attention_mask": ...}`; padding does not count.
         name, text: what the diagnosis says was measured, and on what.
         tokenizer: writes tokens out, and tells classes of tokens apart.
+        labels: names of positions, for a model whose tokens are no text (`images.patch_labels`).
         layers, heads, queries: only these layers, heads, and positions (start, stop) of queries.
         sink_tokens, sink_eps: T and eps of the sink rate (arXiv:2410.10781: 64, 0.3).
         shown: how many of the first tokens are kept one by one, and `patterns` the heads, (module, head), whose weights are.
@@ -97,7 +99,7 @@ def diagnose(
         for module, training in was.items():
             module.training = training
     extra = peaks["watched"].bytes - peaks["plain"].bytes if plain and peaks["plain"].known else None
-    made = _record(seen, batches, tokenizer, name, text, patterns)
+    made = _record(seen, batches, tokenizer, labels, name, text, patterns)
     return replace(
         made,
         seconds=seconds["watched"],
@@ -118,6 +120,7 @@ def _record(
     seen: Capture,
     batches: Sequence[Mapping[str, Any]],
     tokenizer: Any,
+    labels: Sequence[str] | None,
     name: str,
     text: str,
     patterns: Sequence[tuple[str, int]] | None,
@@ -126,7 +129,7 @@ def _record(
     if not seen.attention:
         raise RecipeError("the model called none of its attention modules, or the batches hold no real tokens")
     config = getattr(model, "config", None)
-    attention = tuple(_attention(seen, name, totals, tokenizer) for name, totals in seen.attention.items())
+    attention = tuple(_attention(seen, name, totals, tokenizer, labels) for name, totals in seen.attention.items())
     lengths = seen.lengths
     return Diagnosis(
         model=name or str(getattr(config, "_name_or_path", "") or type(model).__name__),
@@ -143,13 +146,15 @@ def _record(
         attention=attention,
         streams=tuple(_streams(seen)),
         gates=tuple(_gates(seen)),
-        view=_view(seen, attention, tokenizer, patterns),
+        view=_view(seen, attention, tokenizer, labels, patterns),
         definitions=definitions(chosen, sum(lengths), len(lengths)),
         environment=environment(),
     )
 
 
-def _attention(seen: Capture, name: str, totals: AttentionTotals, tokenizer: Any) -> AttentionStat:
+def _attention(
+    seen: Capture, name: str, totals: AttentionTotals, tokenizer: Any, labels: Sequence[str] | None
+) -> AttentionStat:
     row, H = seen.row_of(name), totals.heads
     numbers = range(H) if seen.chosen.heads is None else seen.chosen.heads
     columns: dict[str, list[Any]] = {
@@ -173,12 +178,18 @@ def _attention(seen: Capture, name: str, totals: AttentionTotals, tokenizer: Any
             HeadStat(
                 head=number,
                 strongest_position=position,
-                strongest_token=written(tokenizer, token) if tokenizer is not None and token >= 0 else None,
+                strongest_token=_token_at(position, token, tokenizer, labels),
                 dead=norms[i] < least or not any(norms),
                 **{key: values[i] for key, values in columns.items()},
             )
         )
     return AttentionStat(name=name, layer=row.layer, kind=row.kind, queries=totals.queries, heads=tuple(heads))
+
+
+def _token_at(position: int, token: int, tokenizer: Any, labels: Sequence[str] | None) -> str | None:
+    if tokenizer is not None and token >= 0:
+        return written(tokenizer, token)
+    return labels[position] if labels is not None and 0 <= position < len(labels) else None
 
 
 def _streams(seen: Capture) -> Iterable[StreamStat]:
@@ -222,12 +233,18 @@ def _gates(seen: Capture) -> Iterable[GateReading]:
 
 
 def _view(
-    seen: Capture, attention: Sequence[AttentionStat], tokenizer: Any, patterns: Sequence[tuple[str, int]] | None
+    seen: Capture,
+    attention: Sequence[AttentionStat],
+    tokenizer: Any,
+    labels: Sequence[str] | None,
+    patterns: Sequence[tuple[str, int]] | None,
 ) -> TokenView | None:
-    if seen.ids is None:
+    if seen.ids is not None:
+        tokens = tuple(f"[{token}]" if tokenizer is None else written(tokenizer, token) for token in seen.ids.tolist())
+    else:
+        tokens = tuple(labels or ())[: seen.chosen.shown]
+    if not tokens:
         return None
-    ids = seen.ids.tolist()
-    tokens = tuple(f"[{token}]" if tokenizer is None else written(tokenizer, token) for token in ids)
     layers = {name: seen.row_of(name).layer for name in (*seen.first, *seen.gate_values)}
     first, gates = _sample(tokens, seen.first, layers), _sample(tokens, seen.gate_values, layers)
     if patterns is None:

@@ -101,12 +101,12 @@ class Scores:
         return torch.cat(found)
 
     def blocks(
-        self, row: int, start: int = 0, end: int | None = None, budget: int = BUDGET
+        self, row: int, start: int = 0, end: int | None = None, budget: int | None = None
     ) -> Iterator[tuple[range, int, int, Tensor, Tensor]]:
         """(heads, start, stop, scores, log weights), both (heads, R, C), over one row of the batch; each query and head once."""
         _, H, T, S = self.shape
         group = H // self.k_BKSE.shape[1]
-        end = T if end is None else end
+        end, budget = T if end is None else end, BUDGET if budget is None else budget
         while start < end:
             width = min(S, start + self.offset + 64) if self.causal else S
             stop = min(end, start + max(1, min(256, budget // (4 * group * max(width, 1)))))
@@ -170,7 +170,7 @@ class Span:
 
 
 def summarize(scores: Scores, spans: Sequence[Span], *, late: int = 64, lse: bool = False) -> list[Summary]:
-    """A `Summary` of each span of a call, in their order; queries in no span (padding) count nowhere.
+    """A `Summary` of each span of a call, in their order; no query is in two, and one in none (padding) counts nowhere.
 
     Memory: BUDGET, and a few numbers per query and per key.
     """
@@ -204,14 +204,15 @@ class _Row:
             own, rows, C = slice(heads.start, heads.stop), slice(start, stop), log_HRC.shape[-1]
             weights_HRC = log_HRC.exp()
             if heads.start == 0:  # masks are the same for all heads
-                seen_RC = (log_HRC[0] > HIDDEN / 2).float()
+                seen_RC = (scores_HRC[0] > HIDDEN / 2).float()
                 self.visible_T[rows] = visible_R = seen_RC.sum(-1)
                 self.queries_NS[:, :C] += counts_NT[:, rows] @ seen_RC
             if bool((visible_R == 0).any()):  # softmax of nothing is uniform, and stands for 0
                 weights_HRC *= (visible_R > 0)[:, None]
             self.entropy_HT[own, rows] = -torch.linalg.vecdot(weights_HRC, log_HRC)
-            key_HR1 = key_T[rows].clamp(max=C - 1)[None, :, None].expand(len(heads), -1, 1)
-            self.first_HT[own, rows] = weights_HRC.gather(-1, key_HR1)[..., 0]
+            key_R = key_T[rows]
+            key_HR1 = key_R.clamp(max=C - 1)[None, :, None].expand(len(heads), -1, 1)
+            self.first_HT[own, rows] = weights_HRC.gather(-1, key_HR1)[..., 0] * (key_R < C)
             self.received_HNS[own, :, :C] += counts_NT[:, rows] @ weights_HRC
             if self.lse_HT is not None:
                 top_HR1, at_HR1 = scores_HRC.max(-1, keepdim=True)

@@ -31,7 +31,8 @@ def text_batches(tokenizer: Any, text: str, *, tokens: int, length: int, rows: i
 
     RecipeError where the text has fewer than `length`.
     """
-    special = tokenizer.num_special_tokens_to_add()
+    before, after = special_tokens(tokenizer)
+    special = len(before) + len(after)
     body = length - special
     if body < 1:
         raise RecipeError(f"length={length} leaves no room beside {special} special tokens; make it larger")
@@ -43,15 +44,20 @@ def text_batches(tokenizer: Any, text: str, *, tokens: int, length: int, rows: i
             f"{len(ids)} tokens of text and tokens={tokens} do not fill one sequence of {length}; pass more text, "
             "or a smaller length"
         )
-    built = [
-        tokenizer.build_inputs_with_special_tokens(ids[i * body : (i + 1) * body])
-        if special
-        else ids[i * body : (i + 1) * body]
-        for i in range(count)
-    ]
+    built = [[*before, *ids[i * body : (i + 1) * body], *after] for i in range(count)]
     for start in range(0, count, rows):
         rows_BL = torch.tensor(built[start : start + rows])
         yield {"input_ids": rows_BL, "attention_mask": torch.ones_like(rows_BL)}
+
+
+def special_tokens(tokenizer: Any) -> tuple[list[int], list[int]]:
+    """What the tokenizer puts before and after a text, such as [CLS] and [SEP]."""
+    probe = "a b"
+    bare, whole = (tokenizer(probe, add_special_tokens=special)["input_ids"] for special in (False, True))
+    for start in range(len(whole) - len(bare) + 1):
+        if whole[start : start + len(bare)] == bare:
+            return whole[:start], whole[start + len(bare) :]
+    return [], []
 
 
 def written(tokenizer: Any, token: int) -> str:

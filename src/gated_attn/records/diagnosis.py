@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import textwrap
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, fields
 from typing import Any, ClassVar
@@ -269,7 +270,7 @@ def table(diagnosis: Diagnosis) -> str:
         head,
         f"{diagnosis.text}: {diagnosis.tokens:,} tokens in {diagnosis.sequences} sequences of {length}",
         "",
-        " layer  kind   first  sinks  strongest at      entropy  rank   max |x|"
+        "layer kind   first sinks strongest at      entropy  rank  max |x|"
         + ("   gate  <0.1" if gated else "  kurtosis"),
     ]
     for row in diagnosis.rows():
@@ -281,19 +282,27 @@ def table(diagnosis: Diagnosis) -> str:
             else f" {number(row['kurtosis'], '9,.0f')}"
         )
         lines.append(
-            f"{row['layer']:>6}  {row['kind']:<5} {number(row['first_token_share'], '6.3f')} {number(row['sink_rate'], '6.2f')} "
-            f" {number(row['strongest_share'], '5.3f')} {at[:11]:<11} {number(row['entropy'], '7.3f')} "
-            f"{number(row['effective_rank'], '5.1f')} {number(row['max_abs'], '9,.1f')}{end}"
+            f"{row['layer']:>5} {row['kind']:<5} {number(row['first_token_share'], '6.3f')} {number(row['sink_rate'], '5.2f')} "
+            f"{number(row['strongest_share'], '5.3f')} {at[:12]:<12} {number(row['entropy'], '7.3f')} "
+            f"{number(row['effective_rank'], '5.1f')} {number(row['max_abs'], '8,.1f')}{end}"
         )
-    lines += [
-        "",
-        "  ".join(f"{name} {number(value, '.4g')}" for name, value in diagnosis.summary().items() if value is not None),
-    ]
-    lines.append(
-        f"first: share of attention on the first token, without query 0; sinks: share of heads above {diagnosis.sink_eps:g} over "
-        f"{diagnosis.sink_tokens} tokens; every definition is in the JSON"
+    told = [f"{name} {number(value, '.4g')}" for name, value in diagnosis.summary().items() if value is not None]
+    lines += ["", *_wrapped(told, 80)]
+    lines += textwrap.wrap(
+        f"first: share of attention on the first token, query 0 left out; sinks: share of heads above {diagnosis.sink_eps:g} over "
+        f"{diagnosis.sink_tokens} tokens; the JSON has every definition",
+        80,
     )
     return "\n".join(lines)
+
+
+def _wrapped(parts: Iterable[str], width: int) -> list[str]:
+    """The parts, two spaces apart, in lines of at most this width."""
+    lines = [""]
+    for part in parts:
+        longer = f"{lines[-1]}  {part}" if lines[-1] else part
+        lines = [*lines[:-1], longer] if len(longer) <= width else [*lines, part]
+    return lines
 
 
 def number(value: float | None, form: str) -> str:
