@@ -15,7 +15,7 @@ import transformers as hf
 from torch import Tensor, nn
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from gated_attn.errors import UnsupportedError
+from gated_attn.errors import SpecError, UnsupportedError
 from gated_attn.hf import gates
 from gated_attn.hf.attach import attach, detach
 from gated_attn.hf.verify import verify
@@ -195,3 +195,15 @@ def test_a_gated_modules_configuration_copies() -> None:
     assert twin.hidden_size == 24
     assert twin._attn_implementation == "gated_attn|sdpa"
     assert module.config.hidden_size == 24
+
+
+def test_layers_and_names_may_be_text() -> None:
+    assert list(gates(attach(llama(), "paper", layers="1"))) == ["model.layers.1.self_attn.attn_gate"]
+    assert list(gates(attach(llama(), "paper", names="*.0.*"))) == ["model.layers.0.self_attn.attn_gate"]
+    with pytest.raises(SpecError, match="layers=2"):
+        attach(llama(), "paper", layers="0-5")
+
+
+def test_verify_wants_keywords() -> None:
+    with pytest.raises(SpecError, match=r'got a Tensor; pass a mapping such as \{"input_ids": ids\}'):
+        verify(attach(llama(), "paper"), IDS)  # type: ignore[arg-type]

@@ -14,6 +14,7 @@ from transformers import TrainerCallback
 from gated_attn.errors import RecipeError, SpecError, UnsupportedError
 from gated_attn.hf import GateMonitor, GateWarmup, gates
 from gated_attn.hf.attach import attach
+from gated_attn.records import HealthRecord
 from tests.hf import tiny
 from tests.hf.training import (
     AWAKE,
@@ -248,6 +249,48 @@ def test_logs_go_where_they_are_told(tmp_path: Path) -> None:
     assert any("gate/model.layers.0.self_attn/mean" in row for row in seen)
     assert len([row for row in run.state.log_history if "gate/model.layers.0.self_attn/mean" in row]) == 1
     json.dumps(run.state.log_history)
+
+
+def test_the_record_holds_every_head_and_a_resumed_run_goes_on_with_it(tmp_path: Path) -> None:
+    path = tmp_path / "health.json"
+    run = trainer(llama(), tmp_path / "a", 4, GateMonitor(every=1, record=path), save_strategy="steps", save_steps=2)
+    run.train()
+    whole, logs = HealthRecord.load(path), measured(run)
+    assert [point.step for point in whole.points] == [1, 2, 3, 4]
+    for point in whole.points:
+        for gate in point.gates:
+            short = gate.name.removeprefix("model.layers.")
+            for key in ("mean", "below", "above"):
+                heads = getattr(gate, key)
+                assert len(heads) == 4
+                assert sum(heads) / 4 == pytest.approx(logs[point.step][f"{short}/{key}"], abs=1e-12)
+            assert gate.grad_norm == logs[point.step][f"{short}/grad_norm"]
+    again = trainer(llama(), tmp_path / "a", 4, GateMonitor(every=1, record=path), save_strategy="steps", save_steps=2)
+    again.train(resume_from_checkpoint=str(tmp_path / "a" / "checkpoint-2"))
+    resumed = HealthRecord.load(path)
+    assert resumed.points[:2] == whole.points[:2]
+    assert [point.step for point in resumed.points] == [1, 2, 3, 4]
+
+
+def test_what_was_warned_of_is_recorded(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    model = llama("output:headwise,bias=0,std=0.2")
+    with torch.no_grad():
+        gates(model)["model.layers.1.self_attn.attn_gate"].proj.bias.fill_(9.0)
+    trainer(model, tmp_path / "run", 2, GateMonitor(every=1, record=tmp_path / "health.json")).train()
+    found = HealthRecord.load(tmp_path / "health.json").warnings
+    assert [one.text for one in found] == said(caplog)
+    assert [one.step for one in found] == [1]
+
+
+def test_gates_that_nothing_trains_are_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    model = llama()
+    for gate in gates(model).values():
+        gate.requires_grad_(False)
+    trainer(model, tmp_path, 1, GateMonitor()).train()
+    assert said(caplog) == [
+        "none of the 2 gates is trainable (requires_grad=False), so they stay as they are; under PEFT name them in "
+        'modules_to_save=["attn_gate"]'
+    ]
 
 
 def test_a_monitor_that_has_nothing_to_watch(tmp_path: Path) -> None:

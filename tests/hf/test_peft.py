@@ -156,3 +156,16 @@ def test_gates_that_peft_keeps_copies_of_are_one_again_afterwards(spec: str) -> 
     close(logits(merged), want)
     assert len(gates(merged)) == 2
     assert verify(merged, {"input_ids": IDS}).ok
+
+
+def test_only_the_gate_that_runs_is_shown() -> None:
+    model = attach(build("llama"), "output:headwise")
+    wrapped = peft.get_peft_model(
+        model, peft.LoraConfig(target_modules=["q_proj"], modules_to_save=["attn_gate"], task_type="CAUSAL_LM")
+    )
+    names = list(gates(wrapped))
+    assert len(names) == 2
+    assert all(name.endswith("attn_gate.modules_to_save.default") for name in names)
+    assert len(verify(wrapped, {"input_ids": IDS}).rows) == 2
+    with wrapped.disable_adapter():
+        assert all(name.endswith("attn_gate.original_module") for name in gates(wrapped))

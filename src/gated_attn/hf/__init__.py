@@ -39,6 +39,10 @@ _HOMES = {
 __all__ = [name for names in _HOMES.values() for name in names]
 
 
+def __dir__() -> list[str]:
+    return sorted(__all__)
+
+
 def __getattr__(name: str) -> Any:
     """Load a name on first use."""
     for home, names in _HOMES.items():

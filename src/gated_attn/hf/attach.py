@@ -193,8 +193,8 @@ def attach(
     model: nn.Module,
     spec: GateSpec | str | Mapping[str, GateSpec | str | None],
     *,
-    layers: Iterable[int] | None = None,
-    names: Iterable[str] | None = None,
+    layers: Iterable[int] | str | None = None,
+    names: Iterable[str] | str | None = None,
 ) -> nn.Module:
     """Put gates into a model, in place, and return it (arXiv:2505.06708).
 
@@ -203,9 +203,9 @@ def attach(
             with `nn.MultiheadAttention` or timm's attention in it (`plain` says what holds there).
         spec: the gate, or one for each kind of attention: `{"self": ..., "cross": ...}`. In cross attention an output or
             query gate reads the query side, a value or key gate the memory.
-        layers: numbers of the layers that get one, instead of the spec's own `layers=`.
-        names: only modules whose name matches one of these patterns, such as `model.decoder.*`. Without it all attention of the
-            model must be of known families: none is left out in silence.
+        layers: numbers of the layers that get one, or text such as `0-3,7`, instead of the spec's own `layers=`.
+        names: only modules whose name matches one of these shell patterns, such as `model.decoder.*`. Without it all attention of
+            the model must be of known families: none is left out in silence.
 
     With `init=identity` every output of the model stays as it was, bit for bit. The gate is a child `attn_gate` of the
     attention module. Layers that it multiplies may be replaced by setting them on their parent, as PEFT does.
@@ -225,6 +225,9 @@ def attach(
     if names is None:
         _check_all_known(model, found)
     specs = _by_kind(spec, {row.kind for row in found})
+    if isinstance(layers, str):
+        layers = GateSpec.parse(f"paper,layers={layers}").layers
+    names = [names] if isinstance(names, str) else names
     return _attach(model, _selected(found, specs, None if layers is None else sorted(set(layers)), names))
 
 
@@ -292,8 +295,21 @@ def gates(model: nn.Module) -> dict[str, Any]:
 
 
 def attached(model: nn.Module) -> dict[str, Gate]:
-    """The gates that are modules of this package."""
-    return {name: module for name, module in model.named_modules() if isinstance(module, Gate)}
+    """The gates that are modules of this package; of those that PEFT keeps copies of (`modules_to_save`), the active one."""
+    wrappers = [module for module in model.modules() if isinstance(getattr(module, "original_module", None), Gate)]
+    copies = {gate for wrapper in wrappers for gate in wrapper.modules() if isinstance(gate, Gate)}
+    spare = copies - {active_gate(wrapper) for wrapper in wrappers}
+    return {name: gate for name, gate in model.named_modules() if isinstance(gate, Gate) and gate not in spare}
+
+
+def active_gate(held: nn.Module) -> nn.Module:
+    """The gate that runs, of what stands in a gate's place: itself, or in PEFT's wrapper one of its copies or the original."""
+    copies: Any = getattr(held, "modules_to_save", None)
+    if isinstance(held, Gate) or copies is None:
+        return held
+    shown: Any = held
+    active = [] if shown.disable_adapters else [name for name in shown.active_adapters if name in copies]
+    return copies[active[0]] if active else shown.original_module
 
 
 def _by_kind(spec: GateSpec | str | Mapping[str, Any], kinds: set[str]) -> dict[str, GateSpec]:

@@ -8,9 +8,11 @@ from __future__ import annotations
 import contextlib
 import logging
 import math
+import os
 import re
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -21,6 +23,7 @@ from gated_attn.attention.activations import activate
 from gated_attn.errors import RecipeError, SpecError, UnsupportedError
 from gated_attn.hf.callbacks import frozen_until
 from gated_attn.hf.watched import Watched, watch
+from gated_attn.records import GateHealth, HealthPoint, HealthRecord, HealthWarning
 from gated_attn.spec import DEFAULT_STD
 
 logger = logging.getLogger(__name__)
@@ -77,6 +80,8 @@ class GateMonitor(TrainerCallback):
 
     Args:
         log: where numbers go, such as `trainer.log`, which hands them to every integration; by default `state.log_history`.
+        record: a file for a `HealthRecord`, per head, written anew after each measured step; `gated-attn report FILE` draws it. A
+            resumed run goes on with it.
 
     Raises SpecError without gates, RecipeError for impossible numbers, UnsupportedError where parameters are not whole (FSDP1,
     ZeRO-3) or a projection gives some of its channels only (tensor parallelism).
@@ -90,6 +95,7 @@ class GateMonitor(TrainerCallback):
         every: int = 50,
         *,
         log: Callable[[dict[str, float]], Any] | None = None,
+        record: str | os.PathLike[str] | None = None,
         low: float = 0.05,
         high: float = 0.95,
         saturated: float = 0.95,
@@ -105,6 +111,8 @@ class GateMonitor(TrainerCallback):
             )
         self.every, self.log = every, log
         self.low, self.high, self.saturated, self.moved, self.after = low, high, saturated, moved, after
+        self.record = None if record is None else Path(record)
+        self._health = HealthRecord(low=low, high=high)
         self._gates: dict[str, Watched] = {}
         self._begun = 0
         self._warned: set[tuple[str, str]] = set()
@@ -120,7 +128,15 @@ class GateMonitor(TrainerCallback):
             raise SpecError(
                 "GateMonitor found no gates in this model; attach gates before building the Trainer, or drop it"
             )
+        if state.is_world_process_zero and not any(gate.trains for gate in self._gates.values()):
+            logger.warning(
+                "none of the %d gates is trainable (requires_grad=False), so they stay as they are; under PEFT name them in "
+                'modules_to_save=["attn_gate"]',
+                len(self._gates),
+            )
         self._begun = max(state.global_step, frozen_until(state))
+        if self.record is not None and self.record.exists() and state.global_step:
+            self._health = HealthRecord.load(self.record).until(state.global_step)
 
     def on_step_begin(self, args: Any, state: Any, control: Any, model: Any = None, **_: Any) -> None:
         self._open.close()
@@ -158,12 +174,18 @@ class GateMonitor(TrainerCallback):
                 "TrainingArguments(torch_compile=True)"
             )
         logs: dict[str, float] = {}
+        health: list[GateHealth] = []
         for name, seen in all_seen.items():
-            numbers = _numbers(self._gates[name], seen)
+            gate, numbers = self._gates[name], _numbers(self._gates[name], seen)
             logs |= {f"gate/{_short(name)}/{key}": value for key, value in numbers.items()}
+            health.append(_health(_short(name), gate, seen, numbers))
             if state.is_world_process_zero:
-                for kind, text in self._troubles(self._gates[name], seen, numbers, state.global_step):
-                    self._warn(name, kind, text)
+                for kind, text in self._troubles(gate, seen, numbers, state.global_step):
+                    self._warn(name, kind, text, state.global_step)
+        if self.record is not None and state.is_world_process_zero:
+            point = HealthPoint(step=state.global_step, gates=tuple(health))
+            self._health = replace(self._health, points=(*self._health.points, point))
+            self._health.save(self.record)
         if self.log is not None:
             self.log(logs)
         else:
@@ -248,11 +270,14 @@ class GateMonitor(TrainerCallback):
         heads = [head for head, share in enumerate(share_H.tolist()) if share > self.saturated]
         return f" (heads {_list(heads)})" if len(share_H) > 1 and heads else ""
 
-    def _warn(self, name: str, kind: str, text: str) -> None:
+    def _warn(self, name: str, kind: str, text: str, step: int) -> None:
         if (name, kind) not in self._warned:
             self._warned.add((name, kind))
             number = re.search(r"(?<!\w)\d+(?!\w)", name)
-            logger.warning("%s%s: %s", f"layer {number[0]}, " if number else "", _short(name), text)
+            told = f"{f'layer {number[0]}, ' if number else ''}{_short(name)}: {text}"
+            logger.warning("%s", told)
+            warned = (*self._health.warnings, HealthWarning(step=step, text=told))
+            self._health = replace(self._health, warnings=warned)
 
 
 def _numbers(gate: Watched, seen: _Seen) -> dict[str, float]:
@@ -267,6 +292,17 @@ def _numbers(gate: Watched, seen: _Seen) -> dict[str, float]:
     elif n:
         numbers |= {"mean": total / n, "below": below / n, "above": above / n, "change": math.sqrt(change / n)}
     return numbers
+
+
+def _health(name: str, gate: Watched, seen: _Seen, numbers: dict[str, float]) -> GateHealth:
+    """What is recorded of a gate: the same numbers, head by head."""
+    n_H, total_H, below_H, above_H, _ = seen.sums_H5.unbind(-1)
+    by_head: dict[str, tuple[float, ...]] = {}
+    if seen.ran and not gate.reads_scores:
+        sums = {"mean": total_H, "below": below_H, "above": above_H}
+        by_head = {key: tuple((sum_H / n_H.clamp(min=1)).tolist()) for key, sum_H in sums.items()}
+    norms = {key: numbers[key] for key in ("weight_norm", "grad_norm", "change") if key in numbers}
+    return GateHealth(name=name, spec=str(gate.spec), **by_head, **norms)  # type: ignore[arg-type]
 
 
 def _mask_of(name: str, gate: Watched, two_sides: bool) -> str:

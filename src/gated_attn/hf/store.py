@@ -11,7 +11,7 @@ import os
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import safetensors
 import torch
@@ -22,7 +22,7 @@ from gated_attn.codec import Checked, Record, drafted
 from gated_attn.errors import RecordError, SpecError, UnsupportedError
 from gated_attn.gate import Gate
 from gated_attn.hf import families, plain
-from gated_attn.hf.attach import GATE, attach_each, detach
+from gated_attn.hf.attach import GATE, active_gate, attach_each, detach
 from gated_attn.hf.families import Found
 from gated_attn.spec import GateSpec
 
@@ -81,7 +81,7 @@ def placed(model: nn.Module) -> dict[str, Placed]:
     for row in families.find(model):
         held = row.module._modules.get(GATE)
         if held is not None:
-            gate = _active(held)
+            gate: Any = active_gate(held)
             there[_plain(row.name)] = Placed(row, _plain(f"{row.name}.{GATE}"), gate, _saved(row, gate))
     others = {_plain(names[module]) for module in names if isinstance(module, Gate)} - {
         one.name for one in there.values()
@@ -110,7 +110,8 @@ def save_gates(model: nn.Module, folder: str | os.PathLike[str]) -> Path:
     tensors = {name: _whole(value).contiguous() for name, value in _tensors(there.values()).items()}
     if adapted := [name for name in tensors if "lora_" in name or ".base_layer." in name]:
         raise SpecError(
-            f"the gates have an adapter of their own ({adapted[0]}); merge it into them first, as merge_and_unload does"
+            f"the gates have an adapter of their own ({adapted[0]}); merge it into them first, as merge_and_unload does, or "
+            "save the gates before get_peft_model and the adapter beside them"
         )
     if empty := [name for name, value in tensors.items() if value.device.type == "meta"]:
         raise UnsupportedError(
@@ -216,16 +217,6 @@ def _base_parameters(module: nn.Module, prefix: str, seen: set[int]) -> Iterator
     for name, child in module._modules.items():
         if child is not None:
             yield from _base_parameters(child, f"{prefix}{name}.", seen)
-
-
-def _active(held: nn.Module) -> Gate:
-    copies = getattr(held, "modules_to_save", None)
-    if isinstance(held, Gate) or copies is None:
-        return held  # type: ignore[return-value]
-    for name in held.active_adapters:  # type: ignore[union-attr]
-        if name in copies:
-            return copies[name]
-    return held.original_module  # type: ignore[return-value]
 
 
 def _plain(name: str) -> str:

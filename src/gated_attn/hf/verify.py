@@ -80,6 +80,11 @@ def verify(model: nn.Module, batch: Mapping[str, Any]) -> Verification:
     Raises SpecError if the model has no gates, UnsupportedError for added gates (`op=add`), which shutting does not turn off,
     and for key and query gates and fills of values in models of plain torch and timm.
     """
+    if not isinstance(batch, Mapping):
+        raise SpecError(
+            f"verify reads the keywords of the model's forward, and got a {type(batch).__name__}; pass a mapping such as "
+            '{"input_ids": ids}'
+        )
     blocks_there = {row.name: row for row in families.find(model)}
     rows = []
     found = attached(model)

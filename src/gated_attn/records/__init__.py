@@ -21,7 +21,7 @@ from gated_attn.records.diagnosis import (
     TokenView,
     diff,
 )
-from gated_attn.records.health import GateHealth, HealthPoint, HealthRecord
+from gated_attn.records.health import GateHealth, HealthPoint, HealthRecord, HealthWarning
 from gated_attn.records.runs import (
     GATE_SHUT,
     HISTOGRAM_BINS,
@@ -51,6 +51,7 @@ __all__ = [
     "HeadStat",
     "HealthPoint",
     "HealthRecord",
+    "HealthWarning",
     "HistoryPoint",
     "Paired",
     "Pattern",
