@@ -269,15 +269,17 @@ def test_a_model_that_looks_across_packed_documents_is_told_so() -> None:
         model(**packed, use_cache=True)
 
 
+@pytest.mark.parametrize("padded", ["left", ""])
 @pytest.mark.parametrize("cache", ["dynamic", "static"])
-def test_generating_is_the_same_as_reading_it_all(cache: str) -> None:
+def test_generating_is_the_same_as_reading_it_all(cache: str, padded: str) -> None:
     model = spread(tiny.build("llama"))
-    inputs = batch("llama", "left")
+    inputs = batch("llama", padded)
     options = {"max_new_tokens": 4, "do_sample": False, "cache_implementation": cache, "pad_token_id": 0}
     with torch.no_grad():
         want = model.generate(**inputs, **options)
+        given = inputs if padded else {"input_ids": inputs["input_ids"]}  # without padding there may be no mask
         with capture(model) as seen:
-            got = model.generate(**inputs, **options)
+            got = model.generate(**given, **options)
     assert torch.equal(got, want)
     mask = torch.cat([inputs["attention_mask"], torch.ones(2, 3, dtype=torch.long)], 1)
     with torch.no_grad(), capture(model) as whole:
@@ -286,6 +288,22 @@ def test_generating_is_the_same_as_reading_it_all(cache: str) -> None:
         assert a.queries == b.queries
         assert a.sequences == b.sequences == 2
         for number in ("first", "first_all", "entropy", "norm"):
+            near(getattr(a, number).value(4), getattr(b, number).value(4))
+
+
+@pytest.mark.parametrize("name", ["t5", "bart"])
+def test_generating_in_a_decoder_is_the_same_as_reading_it_all(name: str) -> None:
+    model = spread(tiny.build(name))
+    inputs = {key: value for key, value in batch(name).items() if "decoder" not in key}
+    options = {"max_new_tokens": 5, "min_new_tokens": 5, "do_sample": False}
+    with torch.no_grad(), capture(model) as seen:
+        got = model.generate(**inputs, **options)
+    with torch.no_grad(), capture(model) as whole:
+        model(**inputs, decoder_input_ids=got[:, :-1])
+    for own, b in whole.attention.items():
+        a = seen.attention[own]
+        assert a.queries == b.queries, own
+        for number in ("first_all", "entropy", "norm"):
             near(getattr(a, number).value(4), getattr(b, number).value(4))
 
 

@@ -78,8 +78,12 @@ def inputs(
             content, source = text.read_text(encoding="utf-8"), text.name
         except UnicodeDecodeError as error:
             raise RecipeError(f"{text} is not UTF-8 text: {error}") from error
-    batches = list(text_batches(tokenizer, content, tokens=tokens, length=_length(model, tokens, length)))
-    if "logits_to_keep" in inspect.signature(type(model).forward).parameters:  # the vocabulary's scores are not looked at
+    batches: list[dict[str, Any]] = list(
+        text_batches(tokenizer, content, tokens=tokens, length=_length(model, tokens, length))
+    )
+    if (
+        "logits_to_keep" in inspect.signature(type(model).forward).parameters
+    ):  # the vocabulary's scores are not looked at
         batches = [{**batch, "logits_to_keep": 1} for batch in batches]
     return batches, source, None
 

@@ -173,7 +173,8 @@ class Capture:
         """What the model is called with; its modules are called anew."""
         self._calls.clear()
         named = self._names.bind_partial(self.model, *args, **kwargs).arguments
-        named = {**named, **named.pop("kwargs", {})}
+        more = named.pop("kwargs", {})
+        named = {**more, **named}
         self.batch = Batch.of(named)
         ids_BL = self.batch.ids_BL
         class_of = self.chosen.class_of

@@ -78,16 +78,17 @@ class Batch:
     def of(cls, inputs: Mapping[str, Any]) -> Batch:
         """From the keywords of a transformers model's forward."""
         return cls(
-            _sequences(inputs, "input_ids", "inputs_embeds", "attention_mask", "position_ids"),
-            _sequences(inputs, "decoder_input_ids", "decoder_inputs_embeds", "decoder_attention_mask", "decoder_position_ids"),
+            _sequences(inputs, ""),
+            _sequences(inputs, "decoder_"),
             inputs.get("input_ids"),
             inputs.get("decoder_input_ids"),
         )  # fmt: skip
 
 
-def _sequences(inputs: Mapping[str, Any], ids: str, embeds: str, mask: str, positions: str) -> Sequences | None:
-    tokens, given = inputs.get(ids), inputs.get(mask)
-    tokens = inputs.get(embeds) if tokens is None else tokens
+def _sequences(inputs: Mapping[str, Any], side: str) -> Sequences | None:
+    """Of the encoder's (or only) side, or of the one whose keywords begin with `decoder_`."""
+    tokens, given = inputs.get(f"{side}input_ids"), inputs.get(f"{side}attention_mask")
+    tokens = inputs.get(f"{side}inputs_embeds") if tokens is None else tokens
     if tokens is None:
         return None
     given = given.get("full_attention") if isinstance(given, dict) else given
@@ -96,4 +97,11 @@ def _sequences(inputs: Mapping[str, Any], ids: str, embeds: str, mask: str, posi
         last_BS = given[:, 0, -1] if given.dtype == torch.bool else given[:, 0, -1] > -1e9
         mask_BL = last_BS[:, : int(last_BS.any(0).nonzero().max()) + 1]
     rows, length = tokens.shape[:2]
-    return Sequences.of(rows, length if mask_BL is None else mask_BL.shape[1], mask_BL, inputs.get(positions))
+    cache = inputs.get("cache")  # `past_key_values`, by its name before transformers 5.24
+    cache = inputs.get("past_key_values") if cache is None else cache
+    writes = side == "decoder_" or inputs.get("decoder_input_ids") is None
+    if mask_BL is None and cache is not None and writes:
+        length += int(cache.get_seq_length())  # asked before the cache takes the new tokens
+    return Sequences.of(
+        rows, length if mask_BL is None else mask_BL.shape[1], mask_BL, inputs.get(f"{side}position_ids")
+    )
