@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from gated_attn.attention.activations import activate
 from gated_attn.attention.call import PairLogits, Sink, apply_gate
-from gated_attn.errors import ShapeError, SpecError
+from gated_attn.errors import ShapeError, SpecError, UnsupportedError
 from gated_attn.spec import GateSpec
 
 
@@ -118,8 +118,17 @@ class Gate(nn.Module):
 
     @property
     def fill_HE(self) -> Tensor | None:
-        """The learned fill (H, E), or None."""
-        return None if self.fill is None else self.fill()
+        """The learned fill (H, E), or None.
+
+        UnsupportedError where the gate is an FSDP2 unit of its own: its parameters are whole inside its forward only.
+        """
+        fill_HE = None if self.fill is None else self.fill()
+        if hasattr(self, "unshard") and hasattr(fill_HE, "full_tensor"):
+            raise UnsupportedError(
+                f"gate {self.spec} is sharded by itself, and its fill is needed where attention is computed; call fully_shard "
+                "on the attention module or the layer around it instead"
+            )
+        return fill_HE
 
     def logits(self, x: Tensor) -> Tensor:
         """What the activation is applied to, (B, T, H, G); for specs other than `source=lse` and `weights:pairwise`."""
@@ -142,16 +151,21 @@ class Gate(nn.Module):
         spec = self.spec
         if spec.source == "lse":
             assert self.bias is not None
-            return Sink(self.bias, self.sink_key)
+            return Sink(self._kept(self.bias), None if self.sink_key is None else self._kept(self.sink_key))
         if spec.width == "pairwise":
             if key_BSKE is None:
                 raise ShapeError(f"gate {spec} is computed from queries and keys: call gate(q_BTHE, k_BSKE)")
             n = self.n_in
             for source in (x, key_BSKE):
                 self._check_width(source)
-            return PairLogits(self.query_proj(x[..., :n]), self.key_proj(key_BSKE[..., :n]), self.bias, spec.activation)
+            bias = None if self.bias is None else self._kept(self.bias)
+            return PairLogits(self.query_proj(x[..., :n]), self.key_proj(key_BSKE[..., :n]), bias, spec.activation)
         gate_BTHG = activate(self.logits(x), spec.activation)
         return gate_BTHG if spec.top_k is None else keep_largest(gate_BTHG, spec.top_k, self._top_axis)
+
+    def _kept(self, parameter: Tensor) -> Tensor:
+        """A parameter to be read after this forward; as an FSDP2 unit of its own the gate frees it at its end."""
+        return parameter.clone() if hasattr(self, "unshard") else parameter
 
     def modulate(self, x_BTHE: Tensor, source: Tensor) -> Tensor:
         """x gated where it stands: `apply_gate` with this gate's values of `source`, its op and its fill."""

@@ -382,6 +382,11 @@ def _plan(model: nn.Module, row: Found, spec: GateSpec) -> tuple[Gate, list[Chan
             f"{row.name}: with reorder_and_upcast_attn=True its eager attention is a method that takes no gate; load the model "
             "with reorder_and_upcast_attn=False"
         )
+    if hasattr(module, "_attn"):
+        raise UnsupportedError(
+            f"{row.name}: {type(module).__name__} of this release of transformers computes attention itself (`_attn`), so no gate "
+            "would reach it; use a newer one"
+        )
     size = families.sizes(module, family)
     q_layer = families.read(module, family.q.child)
     dim = families.in_features(q_layer)
