@@ -24,7 +24,7 @@ NAMES = (
 
 def call(model: str, **options: Any) -> None:
     given: dict[str, Any] = {
-        "text": None, "tokens": 64, "length": 16, "layers": None, "heads": None, "queries": None, "sink_tokens": 8,
+        "text": None, "tokens": 64, "length": 16, "layers": None, "heads": None, "queries": None, "sink_tokens": 8, "special": True,
         "dtype": "auto", "attention": None, "output": None, "as_json": False,
     }  # fmt: skip
     run(model, **(given | options))
@@ -61,8 +61,8 @@ def test_options_choose(folder: Path, capsys: pytest.CaptureFixture[str]) -> Non
     call(str(folder), layers="1", heads="0,2-3", queries="4-12", attention="eager", dtype="bfloat16")
     shown = capsys.readouterr().out
     assert "bfloat16, eager" in shown
-    assert "\n     1  self" in shown
-    assert "\n     0  self" not in shown
+    assert "\n    1 self" in shown
+    assert "\n    0 self" not in shown
 
 
 @pytest.mark.parametrize(
@@ -79,6 +79,16 @@ def test_options_choose(folder: Path, capsys: pytest.CaptureFixture[str]) -> Non
 def test_mistakes_are_one_sentence(folder: Path, options: dict[str, Any], message: str) -> None:
     with pytest.raises(GatedAttnError, match=message):
         call(str(folder), **options)
+
+
+def test_special_tokens_may_be_left_out(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    call(str(folder), as_json=True, special=False)
+    bare = json.loads(capsys.readouterr().out)
+    call(str(folder), as_json=True)
+    whole = json.loads(capsys.readouterr().out)
+    assert "without special tokens" in bare["text"]
+    assert {row["strongest_token"] for row in bare["layers"]}.isdisjoint({"[CLS]", "[SEP]"})
+    assert bare["first_token_share"] != whole["first_token_share"]
 
 
 def test_a_text_that_is_none_and_a_model_that_reads_none(folder: Path, tmp_path: Path) -> None:

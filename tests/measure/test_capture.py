@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from typing import Any
 
 import pytest
@@ -244,6 +245,43 @@ def test_chosen_layers_heads_and_queries_are_the_same_numbers() -> None:
         capture(model, layers=[2]),
     ):
         pass
+
+
+@pytest.mark.parametrize("reentrant", [None, False, True])
+def test_training_is_watched_once_and_its_gradients_stay(reentrant: bool | None) -> None:
+    """Gradient checkpointing calls every module again in the backward pass."""
+    inputs = {**batch("llama"), "labels": batch("llama")["input_ids"]}
+
+    def step(watched: bool) -> tuple[list[Tensor], dict[str, AttentionTotals]]:
+        model = wake(attach(spread(tiny.build("llama")), "output:headwise"), std=1.0).train()
+        if reentrant is not None:
+            with warnings.catch_warnings():  # the name of transformers 5.0, which we support
+                warnings.simplefilter("ignore", FutureWarning)
+                model.gradient_checkpointing_enable({"use_reentrant": reentrant})
+        if not watched:
+            model(**inputs).loss.backward()
+            return [p.grad for p in model.parameters()], {}
+        with capture(model) as seen:
+            model(**inputs).loss.backward()
+        assert all(totals.tokens == 18 for totals in (*seen.streams.values(), *seen.gates.values()))
+        return [p.grad for p in model.parameters()], seen.attention
+
+    (want, _), (got, attention) = step(False), step(True)
+    assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
+    assert [totals.queries for totals in attention.values()] == [18, 18]
+
+
+def test_heads_that_are_not_there_and_two_captures_are_refused() -> None:
+    model = spread(tiny.build("llama"))
+    with (
+        pytest.raises(SpecError, match=r"head 4 is not there; model\.layers\.0\.self_attn has heads 0 to 3"),
+        torch.no_grad(),
+        capture(model, chosen=Chosen(heads=(0, 4))),
+    ):
+        model(**batch("llama"))
+    with capture(model), pytest.raises(SpecError, match="is watched already"), capture(model):
+        pass
+    assert type(model.model.layers[0].self_attn).__name__ == "LlamaAttention"
 
 
 def test_packed_documents_are_each_their_own() -> None:

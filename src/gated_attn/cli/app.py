@@ -150,6 +150,7 @@ def diagnose(
     heads: Annotated[str | None, typer.Option(help="Only these heads of each layer.")] = None,
     queries: Annotated[str | None, typer.Option(help="Only queries at these positions, such as 64-512.")] = None,
     sink_tokens: Annotated[int, typer.Option("--sink-tokens", min=1, help="T of the sink rate: it falls with T.")] = 64,
+    special: Annotated[bool, typer.Option("--special/--no-special", help="Whether sequences have the tokenizer's special tokens.")] = True,
     dtype: Annotated[str, typer.Option(help="float32, bfloat16, float16; auto: as saved.")] = "auto",
     attention: Annotated[str | None, typer.Option("--attn", help="eager, sdpa, ... [default: the model's].")] = None,
     output: Annotated[Path | None, typer.Option("--output", "-o", help="Folder for diagnosis.json.")] = None,
@@ -161,7 +162,7 @@ def diagnose(
     """
     from gated_attn.cli.diagnose import run
 
-    run(model, text, tokens, length, layers, heads, queries, sink_tokens, dtype, attention, output, as_json=json)
+    run(model, text, tokens, length, layers, heads, queries, sink_tokens, special, dtype, attention, output, as_json=json)
 
 
 @app.command()

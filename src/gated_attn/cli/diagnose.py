@@ -21,6 +21,7 @@ def run(
     heads: str | None,
     queries: str | None,
     sink_tokens: int,
+    special: bool,
     dtype: str,
     attention: str | None,
     output: Path | None,
@@ -31,7 +32,7 @@ def run(
     from gated_attn.measure.diagnose import diagnose
 
     loaded = load(model, dtype=dtype, attn_implementation=attention)
-    batches, source, labels = inputs(loaded.model, loaded.tokenizer, text, tokens, length)
+    batches, source, labels = inputs(loaded.model, loaded.tokenizer, text, tokens, length, special=special)
     made = diagnose(
         loaded.model,
         batches,
@@ -55,7 +56,7 @@ def run(
 
 
 def inputs(
-    model: Any, tokenizer: Any, text: Path | None, tokens: int, length: int | None
+    model: Any, tokenizer: Any, text: Path | None, tokens: int, length: int | None, *, special: bool = True
 ) -> tuple[list[Any], str, list[str] | None]:
     """(batches, what they are, names of positions that are no text tokens) for a model of any kind."""
     from gated_attn.hf.inputs import example_inputs
@@ -78,14 +79,12 @@ def inputs(
             content, source = text.read_text(encoding="utf-8"), text.name
         except UnicodeDecodeError as error:
             raise RecipeError(f"{text} is not UTF-8 text: {error}") from error
-    batches: list[dict[str, Any]] = list(
-        text_batches(tokenizer, content, tokens=tokens, length=_length(model, tokens, length))
-    )
-    if (
-        "logits_to_keep" in inspect.signature(type(model).forward).parameters
-    ):  # the vocabulary's scores are not looked at
+    size = _length(model, tokens, length)
+    batches: list[Any] = list(text_batches(tokenizer, content, tokens=tokens, length=size, special=special))
+    # The vocabulary's scores are not looked at.
+    if "logits_to_keep" in inspect.signature(type(model).forward).parameters:
         batches = [{**batch, "logits_to_keep": 1} for batch in batches]
-    return batches, source, None
+    return batches, source if special else f"{source}, without special tokens", None
 
 
 def _length(model: Any, tokens: int, length: int | None) -> int:

@@ -86,6 +86,11 @@ def register(name: str) -> str:
     return RECORD + name
 
 
+def recomputing() -> bool:
+    """Whether this runs inside a backward pass, where gradient checkpointing calls modules again."""
+    return bool(torch._C._current_graph_task_id() != -1)
+
+
 def _watched(name: str) -> Callable[..., Any]:
     def attention(
         module: nn.Module,
@@ -99,6 +104,8 @@ def _watched(name: str) -> Callable[..., Any]:
         function = ALL_ATTENTION_FUNCTIONS.get_interface(name, module.eager_attention)
         seen = Stock(module) if "flash" in name and not name.startswith(PREFIX) else module
         out_BTHE, weights = function(seen, query, key, value, attention_mask, *args, **kwargs)
+        if recomputing():
+            return out_BTHE, weights
         with torch.no_grad(), torch.autocast(query.device.type, enabled=False):
             module.__dict__[WATCH].see(name, query, key, attention_mask, kwargs, out_BTHE)
         return out_BTHE, weights
@@ -115,7 +122,7 @@ class _Watch:
 
     def begin(self, hidden: Tensor) -> None:
         """The module is called; a gate that the model was born with is read from its input."""
-        if self.native_gate is not None:
+        if self.native_gate is not None and not recomputing():
             name, gate = self.native_gate
             with torch.no_grad():
                 self._values_BTHG = gate.values(hidden)
@@ -137,6 +144,8 @@ class _Watch:
         if self._values_BTHG is not None:
             out_BTHE = out_BTHE * self._values_BTHG
         every = scores
+        if chosen.heads is not None and max(chosen.heads, default=0) >= H:
+            raise SpecError(f"head {max(chosen.heads)} is not there; {self.row.name} has heads 0 to {H - 1}")
         if chosen.heads is not None:
             out_BTHE, scores = out_BTHE[:, :, list(chosen.heads)], scores.of_heads(chosen.heads)
         if chosen.queries is not None:
@@ -241,7 +250,7 @@ def capture(
 
     Raises:
         UnsupportedError: no attention of a known family, or a call with keywords whose meaning for the scores is not known.
-        SpecError: a layer that is not there.
+        SpecError: a layer or head that is not there; a model that is watched already.
     """
     inner = unwrapped(model)
     rows = attention_modules(inner)
@@ -250,6 +259,8 @@ def capture(
         if missing := sorted(wanted - there):
             raise SpecError(f"layer {missing[0]} is not there; this model has layers {min(there)} to {max(there)}")
         rows = {name: row for name, row in rows.items() if row.layer in wanted}
+    if watched := [name for name, row in rows.items() if WATCH in row.module.__dict__]:
+        raise SpecError(f"{watched[0]} is watched already; leave the other capture first, or choose all at once")
     seen = Capture(inner, rows, chosen or Chosen())
     with contextlib.ExitStack() as undo:
         if model is not inner or any(isinstance(module, torch._dynamo.OptimizedModule) for module in model.modules()):
@@ -276,8 +287,9 @@ def _watch_inputs(seen: Capture, undo: contextlib.ExitStack) -> None:
 def _watch_streams(seen: Capture, undo: contextlib.ExitStack) -> None:
     def look(name: str) -> Any:
         def hook(module: nn.Module, args: Any, out: Any) -> None:
-            with torch.no_grad():
-                seen.see_stream(name, out)
+            if not recomputing():
+                with torch.no_grad():
+                    seen.see_stream(name, out)
 
         return hook
 
@@ -288,8 +300,9 @@ def _watch_streams(seen: Capture, undo: contextlib.ExitStack) -> None:
 def _watch_gates(seen: Capture, undo: contextlib.ExitStack) -> None:
     def look(name: str, gate: Gate, owner: Found) -> Any:
         def hook(module: nn.Module, args: Any, out: Any) -> None:
-            with torch.no_grad():
-                seen.see_gate(seen.call(name), gate.spec, out, owner)
+            if not recomputing():
+                with torch.no_grad():
+                    seen.see_gate(seen.call(name), gate.spec, out, owner)
 
         return hook
 

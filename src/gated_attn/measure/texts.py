@@ -26,16 +26,17 @@ def python_help() -> str:
     return "\n\n".join(topics[name] for name in sorted(topics))
 
 
-def text_batches(tokenizer: Any, text: str, *, tokens: int, length: int, rows: int = 4) -> Iterator[dict[str, Tensor]]:
-    """The text's first `tokens` tokens in sequences of `length`, `rows` at a time, each with the tokenizer's special tokens.
+def text_batches(
+    tokenizer: Any, text: str, *, tokens: int, length: int, rows: int = 4, special: bool = True
+) -> Iterator[dict[str, Tensor]]:
+    """The text's first `tokens` tokens in sequences of `length`, `rows` at a time; `special`: each with the tokenizer's own tokens.
 
     RecipeError where the text has fewer than `length`.
     """
-    before, after = special_tokens(tokenizer)
-    special = len(before) + len(after)
-    body = length - special
+    before, after = special_tokens(tokenizer) if special else ([], [])
+    body = length - len(before) - len(after)
     if body < 1:
-        raise RecipeError(f"length={length} leaves no room beside {special} special tokens; make it larger")
+        raise RecipeError(f"length={length} leaves no room beside {length - body} special tokens; make it larger")
     # Tokenizers warn about more tokens than the model reads; they are cut here.
     ids = tokenizer(text[: 12 * tokens + 4096], add_special_tokens=False, verbose=False)["input_ids"]
     count = min(tokens // length, len(ids) // body)
