@@ -17,10 +17,11 @@ import transformers as hf
 from torch import Tensor, nn
 
 from gated_attn.errors import CheckpointError, RecordError, SpecError, UnsupportedError
-from gated_attn.hf.attach import GATE, attach, attach_each, detach, gates
+from gated_attn.hf.attach import attach, attach_each, detach, gates
 from gated_attn.hf.config import MODEL_TYPE, GatedConfig
 from gated_attn.hf.store import base_hash, load_gates, placed, save_gates
 from gated_attn.hf.whole import load_pretrained
+from gated_attn.hf.wiring import GATE
 from tests.hf.tiny import GPT, IMAGE, LLM, TINY, WIDE, wake
 
 INSTALL = "pip install 'gated-attn[hf]'"

@@ -18,10 +18,11 @@ from torch import Tensor, nn
 from gated_attn.errors import UnsupportedError
 from gated_attn.gate import Gate
 from gated_attn.hf import families
-from gated_attn.hf.attach import GATE, make_gate
+from gated_attn.hf.attach import make_gate
 from gated_attn.hf.families import Family, Found, Part
 from gated_attn.hf.native import row_of
 from gated_attn.hf.swap import Swapped, check_swappable, swap
+from gated_attn.hf.wiring import GATE
 from gated_attn.nn.multihead import GatedMultiheadAttention
 from gated_attn.spec import GateSpec
 

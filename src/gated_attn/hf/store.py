@@ -22,8 +22,9 @@ from gated_attn.codec import Checked, Record, drafted
 from gated_attn.errors import RecordError, SpecError, UnsupportedError
 from gated_attn.gate import Gate
 from gated_attn.hf import families, plain
-from gated_attn.hf.attach import GATE, active_gate, attach_each, detach
+from gated_attn.hf.attach import active_gate, attach_each, detach
 from gated_attn.hf.families import Found
+from gated_attn.hf.wiring import GATE
 from gated_attn.spec import GateSpec
 
 JSON, TENSORS = "gates.json", "gates.safetensors"

@@ -14,8 +14,9 @@ from gated_attn.attention import PairLogits, Sink
 from gated_attn.errors import SpecError, UnsupportedError
 from gated_attn.gate import Gate
 from gated_attn.hf import families, plain
-from gated_attn.hf.attach import OWNER, PLAN, GatedLayer, attached, out_projection
+from gated_attn.hf.attach import attached, out_projection
 from gated_attn.hf.native import native_gates
+from gated_attn.hf.wiring import OWNER, PLAN, GatedLayer
 
 EXPECTED = {
     "output": "the out projection's bias",

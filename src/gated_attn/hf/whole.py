@@ -26,10 +26,11 @@ from gated_attn.codec import write_text
 from gated_attn.errors import CheckpointError, SpecError, UnsupportedError
 from gated_attn.gate import Gate
 from gated_attn.hf import config as configs
-from gated_attn.hf.attach import GATE, attach_each
+from gated_attn.hf.attach import attach_each
 from gated_attn.hf.config import GatedConfig
 from gated_attn.hf.store import few, placed, save_gates
 from gated_attn.hf.swap import Swapped, swapped
+from gated_attn.hf.wiring import GATE
 
 CONFIG = "config.json"
 KINDS = ("missing", "mismatched", "unexpected")

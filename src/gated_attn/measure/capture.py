@@ -26,11 +26,12 @@ from gated_attn.attention.call import sink_gate
 from gated_attn.errors import SpecError, UnsupportedError
 from gated_attn.gate import Gate
 from gated_attn.hf import families, native
-from gated_attn.hf.attach import ConfigView, attached, eager_of, why_none
+from gated_attn.hf.attach import attached, why_none
 from gated_attn.hf.families import Found
 from gated_attn.hf.functions import PREFIX, Stock
 from gated_attn.hf.store import unwrapped
 from gated_attn.hf.swap import Swapped, swap, unswap
+from gated_attn.hf.wiring import ConfigView, eager_of
 from gated_attn.measure.calls import scores_of
 from gated_attn.measure.seen import AGAIN, Capture, Chosen
 from gated_attn.measure.streaming import Scores, Span, summarize

@@ -19,9 +19,10 @@ from torch import Tensor, nn
 from gated_attn.errors import SpecError, UnsupportedError, suggestion
 from gated_attn.gate import Gate
 from gated_attn.hf import families, native
-from gated_attn.hf.attach import GATE, out_projection
+from gated_attn.hf.attach import out_projection
 from gated_attn.hf.families import Found
 from gated_attn.hf.store import unwrapped
+from gated_attn.hf.wiring import GATE
 from gated_attn.measure.capture import AGAIN, attention_modules
 
 Heads = Mapping[tuple[str, int], float]
