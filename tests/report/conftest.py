@@ -4,21 +4,29 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import pytest
 
 from gated_attn.records import (
     HISTOGRAM_BINS,
+    AttentionStat,
     CompareRecord,
     CompareRow,
+    Diagnosis,
+    GateReading,
     GateStat,
+    HeadStat,
     HistoryPoint,
     Paired,
+    Pattern,
     RunRecord,
     SampleGates,
+    StreamStat,
+    TokenView,
     paired_interval,
 )
+from tests.report.browser import CHROMIUM, Browser
 
 HEADWISE = "output:headwise:sigmoid,bias=none"
 ELEMENTWISE = "output:elementwise:sigmoid,bias=none"
@@ -131,6 +139,97 @@ def build_study(seeds: int = 3, **changes: object) -> tuple[CompareRecord, list[
     gains = {"none": 0.0, HEADWISE: 0.037, ELEMENTWISE: 0.0}
     runs = [build_run(gate, seed, gain=gains[gate], **changes) for gate in gains for seed in range(seeds)]  # type: ignore[arg-type]
     return build_compare(runs), runs
+
+
+DEFINITIONS = {
+    "first_token_share": "mean of A[t, 0] over 118 queries; query 0 left out",
+    "sink_rate": "share above eps = 0.3, T = 64",
+    "entropy": "mean of -sum A ln A / ln n",
+    "max_abs": "largest |x|",
+    "gate_mean": "mean gate value",
+}
+
+
+def build_head(number: int, draw: random.Random, **changes: object) -> HeadStat:
+    """One head's numbers, none of them round."""
+    share = draw.random()
+    fields: dict[str, object] = {
+        "head": number, "first_token_share": share, "first_token_share_all": share + 0.003, "sink_share": share * 0.9,
+        "sink_rate": float(share > 0.3), "strongest_share": share, "strongest_position": 0, "strongest_token": "<s>",
+        "strongest_early_share": share * 0.8, "entropy": draw.random(), "effective_rank": draw.uniform(1, 17),
+        "output_norm": draw.uniform(0.1, 3), "dead": False,
+    }  # fmt: skip
+    return HeadStat(**{**fields, **changes})  # type: ignore[arg-type]
+
+
+def build_gate(layer: int, heads: int, draw: random.Random, name: str = "") -> GateReading:
+    """One gate's numbers."""
+    means = [draw.random() for _ in range(heads)]
+    return GateReading(
+        name=name or f"model.layers.{layer}.self_attn.attn_gate", layer=layer, spec=HEADWISE, mean=means,
+        median=[m * 0.97 for m in means], below_01=[(1 - m) / 3 for m in means], below_005=[(1 - m) / 5 for m in means],
+        above_095=[m / 7 for m in means], largest=[min(1.0, m + 0.11) for m in means], token_entropy=[0.91] * heads,
+        by_class={"punctuation": draw.random(), "word start": draw.random()},
+    )  # fmt: skip
+
+
+def build_diagnosis(
+    heads: tuple[int, ...] = (3, 5, 2),
+    *,
+    gated: bool = True,
+    seed: int = 0,
+    tokens: tuple[str, ...] = SENTENCE,
+    **changes: object,
+) -> Diagnosis:
+    """A diagnosis of a decoder with so many heads in each layer; head 1 of layer 1 is dead."""
+    draw = random.Random(seed)
+    modules, streams = [], []
+    for layer, count in enumerate(heads):
+        stats = [build_head(i, draw, dead=(layer, i) == (1, 1)) for i in range(count)]
+        name = f"model.layers.{layer}.self_attn"
+        modules.append(AttentionStat(name=name, layer=layer, kind="self", queries=118, heads=stats))
+        streams.append(
+            StreamStat(
+                name=f"model.layers.{layer}", layer=layer, max_abs=draw.uniform(3, 4000), median_abs=0.7, massive=layer * 3,
+                inf_norm=draw.uniform(3, 4000), kurtosis=draw.uniform(3, 900), token_norm_ratio=draw.uniform(1, 90),
+                token_norm_position=7,
+            )
+        )  # fmt: skip
+    n = len(tokens)
+
+    def sample(layers: int, width: int) -> SampleGates:
+        return SampleGates(
+            tokens=tokens, values=[[[draw.random() for _ in tokens] for _ in range(width)] for _ in range(layers)]
+        )
+
+    weights = [[1 / (t + 1) if s <= t else 0.0 for s in range(n)] for t in range(n)]
+    view = TokenView(
+        tokens=tokens, gates=sample(len(heads), 2) if gated else None, first=sample(len(heads), min(heads)),
+        patterns=[Pattern(name=modules[i].name, layer=i, head=1, weights=weights) for i in range(min(2, len(heads)))],
+    )  # fmt: skip
+    fields: dict[str, object] = {
+        "model": "tiny", "text": "a poem, sha256 0123456789ab", "sequences": 2, "tokens": 120, "shortest": 53, "longest": 67,
+        "parameters": 812_345, "attn_implementation": "sdpa", "dtype": "float32", "sink_tokens": 64, "sink_eps": 0.3,
+        "attention": modules, "streams": streams, "gates": [build_gate(i, c, draw) for i, c in enumerate(heads)] if gated else [],
+        "view": view, "definitions": DEFINITIONS, "seconds": 3.5, "plain_seconds": 1.5, "peak_extra_bytes": 7 << 20,
+        "environment": {"torch": "2.13.0"},
+    }  # fmt: skip
+    return Diagnosis(**{**fields, **changes})  # type: ignore[arg-type]
+
+
+@pytest.fixture(scope="session")
+def browser() -> Iterator[Browser]:
+    """One headless Chromium; skips without it."""
+    if CHROMIUM is None:
+        pytest.skip("needs chromium")
+    with Browser() as opened:
+        yield opened
+
+
+@pytest.fixture
+def make_diagnosis() -> Callable[..., Diagnosis]:
+    """Make a diagnosis: `make_diagnosis(heads, gated=, seed=, tokens=, **fields)`."""
+    return build_diagnosis
 
 
 @pytest.fixture

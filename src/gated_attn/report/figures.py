@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from html import escape
 
 from gated_attn.records import GateStat
@@ -70,16 +70,35 @@ class _Frame:
         return self.top + self.height * (high - value) / (high - low)
 
 
-def curves(lines: Sequence[Line], title: str, description: str, *, zero: bool = False, clip: bool = False) -> str:
-    """Lines over training steps. `zero` draws the line y = 0; `clip` cuts off the steep start, see `_clipped_top`."""
-    lines = [Line(ln.index, _averaged(ln.points), ln.label, ln.thin, ln.diverged_at) for ln in lines if ln.points]
+def curves(
+    lines: Sequence[Line],
+    title: str,
+    description: str,
+    *,
+    x_label: str = "step",
+    zero: bool = False,
+    clip: bool = False,
+    log: bool = False,
+    dots: bool = False,
+) -> str:
+    """Lines over training steps, or over what `x_label` says.
+
+    `zero` draws the line y = 0; `clip` cuts off the steep start, see `_clipped_top`; `log` has powers of ten on the y axis and
+    leaves out what is not above 0; `dots` marks every point, and says its value when pointed at.
+    """
+    lines = [replace(line, points=_averaged(line.points)) for line in lines if line.points]
+    told = {line: line.points for line in lines}
+    if log:
+        lines = [replace(line, points=tuple((x, math.log10(y)) for x, y in line.points if y > 0)) for line in lines]
+        told = {line: tuple((x, 10**y) for x, y in line.points) for line in lines}
+        lines = [line for line in lines if line.points]
     if not lines:
         return ""
     ys = [y for line in lines for _, y in line.points] + ([0.0] if zero else [])
     xs = [x for line in lines for x, _ in line.points] + [ln.diverged_at for ln in lines if ln.diverged_at is not None]
     top = _clipped_top(lines) if clip else max(ys)
     frame = _Frame(52, 10, 348, 206, _padded(min(0.0, *xs), max(xs), 0.0), _padded(min(ys), top, 0.05))
-    parts = [_axes(frame)]
+    parts = [_axes(frame, log=log)]
     if zero:
         parts.append(_rule(frame.left, frame.y(0), frame.left + frame.width, frame.y(0), "zero"))
     # A nested svg cuts what leaves the frame without needing an id for a clip path.
@@ -89,7 +108,9 @@ def curves(lines: Sequence[Line], title: str, description: str, *, zero: bool = 
     )
     parts += [_line(line, frame) for line in sorted(lines, key=lambda line: not line.thin)]
     parts.append("</svg>")
-    parts.append(_text(frame.left + frame.width / 2, 252, "step", "middle"))
+    if dots:
+        parts += [_dots(line, told[line], frame, x_label) for line in lines]
+    parts.append(_text(frame.left + frame.width / 2, 252, x_label, "middle"))
     return _svg(420, 260, title, description, "".join(parts))
 
 
@@ -186,17 +207,28 @@ def _ticks(low: float, high: float, count: int) -> list[float]:
     return [i * step for i in range(math.ceil(low / step - 1e-9), math.floor(high / step + 1e-9) + 1)]
 
 
+def _decades(low: float, high: float) -> list[tuple[float, str]]:
+    """Ticks on a log axis from 10^low to 10^high: powers of ten, with 2 and 5 times them where there are few."""
+    factors = (1,) if high - low > 2 else (1, 2, 5) if high - low > 0.6 else (1, 1.5, 2, 3, 4, 5, 6, 8)
+    powers = range(math.floor(low), math.ceil(high) + 1)
+    every = max(1, round(len(powers) / 6)) if factors == (1,) else 1
+    values = [factor * 10.0**power for power in powers if power % every == 0 for factor in factors]
+    return [(math.log10(v), _tick_text(v)) for v in values if low <= math.log10(v) <= high]
+
+
 def _tick_text(value: float) -> str:
+    if abs(value) >= 1e7:
+        return f"{value:.0e}".replace("e+0", "e").replace("e+", "e")
     if abs(value) >= 10_000:
         return f"{value / 1000:g}k"
     return f"{value:.6g}".replace("-", "\u2212")
 
 
-def _axes(frame: _Frame) -> str:
+def _axes(frame: _Frame, log: bool = False) -> str:
     parts = []
-    for tick in _ticks(*frame.y_range, 5):
+    for tick, text in _decades(*frame.y_range) if log else [(y, _tick_text(y)) for y in _ticks(*frame.y_range, 5)]:
         parts.append(_rule(frame.left, frame.y(tick), frame.left + frame.width, frame.y(tick), "grid"))
-        parts.append(_text(frame.left - 6, frame.y(tick) + 4, _tick_text(tick), "end"))
+        parts.append(_text(frame.left - 6, frame.y(tick) + 4, text, "end"))
     base = frame.top + frame.height
     for tick in _ticks(*frame.x_range, 5):
         parts.append(_rule(frame.x(tick), base, frame.x(tick), base + 4, "axis"))
@@ -221,6 +253,19 @@ def _line(line: Line, frame: _Frame) -> str:
         )
         drawn += f"<title>{escape(line.label)}: diverged at step {line.diverged_at:g}</title></path>"
     return drawn
+
+
+def _dots(line: Line, told: Sequence[Point], frame: _Frame, x_label: str) -> str:
+    """A dot at every point, inside a larger one that cannot be seen and is easier to point at."""
+    style = f'style="--c:var(--v{line.index % COLOURS})"'
+    drawn = []
+    for (x, y), (_, value) in zip(line.points, told, strict=True):
+        at = f'cx="{_n(frame.x(x))}" cy="{_n(frame.y(y))}"'
+        title = escape(f"{line.label}, {x_label} {x:g}: {value:.5g}")
+        drawn.append(
+            f'<g><title>{title}</title><circle class="near" {at} r="9"/><circle class="dot" {style} {at} r="2.5"/></g>'
+        )
+    return "".join(drawn)
 
 
 def _look(index: int, dashed: bool = True) -> str:

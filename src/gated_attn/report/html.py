@@ -9,21 +9,18 @@ from __future__ import annotations
 import json
 import math
 import os
-import re
-import unicodedata
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
-from gated_attn.errors import MissingExtraError, RecordError
+from gated_attn.errors import RecordError
 from gated_attn.records import CompareRecord, CompareRow, GateStat, HistoryPoint, RunRecord, SampleGates, write_text
 from gated_attn.report import figures, table
 from gated_attn.report.figures import Interval, Line, Point
+from gated_attn.report.page import capped, fill, flat, spread, visible
 
 LAYERS, HEADS, TOKENS = 12, 16, 160
 """Most layers, heads per layer (of the histograms) and tokens that are drawn; the page says when there are more."""
-
-T = TypeVar("T")
 
 
 def write_report(compare: CompareRecord, runs: Sequence[RunRecord], path: str | os.PathLike[str]) -> Path:
@@ -37,15 +34,7 @@ def write_report(compare: CompareRecord, runs: Sequence[RunRecord], path: str | 
 
 def render_html(compare: CompareRecord, runs: Sequence[RunRecord]) -> str:
     """The report on `compare` and its `runs` as the text of one HTML file; the same records give the same text."""
-    try:
-        from jinja2 import Environment, PackageLoader, StrictUndefined
-    except ModuleNotFoundError as error:
-        raise MissingExtraError("jinja2", "lab", "the HTML report") from error
-
-    loader = PackageLoader("gated_attn.report")
-    env = Environment(loader=loader, autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
-    env.filters["breakable"] = _breakable
-    return env.get_template("report.html").render(_context(compare, runs)).encode("utf-8", "replace").decode()
+    return fill("report.html", _context(compare, runs))
 
 
 def _context(compare: CompareRecord, runs: Sequence[RunRecord]) -> dict[str, Any]:
@@ -67,8 +56,8 @@ def _context(compare: CompareRecord, runs: Sequence[RunRecord]) -> dict[str, Any
         "panels": _panels(compare, runs, gates),
         "histograms": [_histograms(run) for run in shown if run.gates],
         "samples": [_sample(run, run.sample) for run in shown if run.sample and run.sample.values],
-        "recipe": _flat(runs[0].recipe) if runs else [],
-        "environment": _flat(runs[0].environment) if runs else [],
+        "recipe": flat(runs[0].recipe) if runs else [],
+        "environment": flat(runs[0].environment) if runs else [],
     }
 
 
@@ -125,9 +114,9 @@ def _panels(compare: CompareRecord, runs: Sequence[RunRecord], gates: Sequence[s
     return [panel for panel in drawn if panel[1]]
 
 
-def _figure(lines: Sequence[Line], title: str, **options: bool) -> str:
+def _figure(lines: Sequence[Line], title: str, *, zero: bool = False, clip: bool = False) -> str:
     last = [f"{line.label} {line.points[-1][1]:.4f}" for line in lines if line.points and not line.thin]
-    return figures.curves(lines, title, f"Last values: {'; '.join(last)}.", **options)
+    return figures.curves(lines, title, f"Last values: {'; '.join(last)}.", zero=zero, clip=clip)
 
 
 def _curves(
@@ -180,12 +169,12 @@ def _histograms(run: RunRecord) -> dict[str, Any]:
     by_layer: dict[int, list[tuple[GateStat, str]]] = {}
     layers = sorted({stat.layer for stat in run.gates})
     per_layer = {layer: [stat for stat in run.gates if stat.layer == layer] for layer in layers}
-    for layer in _spread(list(per_layer), LAYERS):
-        stats = _spread(sorted(per_layer[layer], key=lambda stat: stat.head), HEADS)
+    for layer in spread(list(per_layer), LAYERS):
+        stats = spread(sorted(per_layer[layer], key=lambda stat: stat.head), HEADS)
         by_layer[layer] = [(stat, figures.histogram(stat, run.histogram_range)) for stat in stats]
     notes = [
-        _capped("layers", len(per_layer), LAYERS),
-        _capped("heads per layer", max(map(len, per_layer.values())), HEADS),
+        capped("layers", len(per_layer), LAYERS),
+        capped("heads per layer", max(map(len, per_layer.values())), HEADS),
     ]
     return {"run": run, "layers": by_layer, "notes": [note for note in notes if note]}
 
@@ -195,13 +184,13 @@ def _sample(run: RunRecord, sample: SampleGates) -> dict[str, Any]:
     tokens = [visible(token) for token in sample.tokens[:TOKENS]]
     low, high = run.histogram_range
     layers, data = [], []
-    for index in _spread(list(range(len(sample.values))), LAYERS):
+    for index in spread(list(range(len(sample.values))), LAYERS):
         heads = [row[:TOKENS] for row in sample.values[index]]
         means = [_mean(column) for column in zip(*heads, strict=True)]
         shaded = [_shaded(*pair, low, high) for pair in zip(tokens, means, strict=True)]
         layers.append({"name": sample.layers[index], "tokens": shaded})
         data.append([[None if v is None else round(v * 1000) for v in row] for row in (means, *heads)])
-    notes = [_capped("layers", len(sample.values), LAYERS), _capped("tokens", len(sample.tokens), TOKENS, first=True)]
+    notes = [capped("layers", len(sample.values), LAYERS), capped("tokens", len(sample.tokens), TOKENS, first=True)]
     return {
         "run": run,
         "layers": layers,
@@ -216,60 +205,6 @@ def _shaded(token: tuple[str, bool], value: float | None, low: float, high: floa
     return {"text": token[0], "ends_line": token[1], "share": f"{share:.3f}", "value": table.number(value, ".3f")}
 
 
-def _breakable(text: str) -> Any:
-    """`text` escaped, with places to break a line after each colon and comma, where a gate's text may be cut."""
-    from markupsafe import Markup, escape
-
-    parts = re.split(r"(?<=[:,])(?=\S)", text)
-    return Markup("<wbr>").join(escape(part) for part in parts)
-
-
-def visible(token: str) -> tuple[str, bool]:
-    """`token` as something that can be seen, and whether a line ends after it.
-
-    A space becomes a middle dot, a newline and a tab their arrows, other control, format, private and unassigned
-    characters their code point, and a combining mark gets a circle to sit on.
-    """
-    shown = "".join(_VISIBLE.get(char) or _visible_char(char) for char in token)
-    if token and unicodedata.combining(token[0]):
-        shown = "\u25cc" + shown
-    return shown or "\u2205", token.endswith("\n")
-
-
-_VISIBLE = {" ": "\u00b7", "\n": "\u23ce", "\t": "\u21e5"}
-
-
-def _visible_char(char: str) -> str:
-    category = unicodedata.category(char)
-    if category[0] == "C" or category in ("Zl", "Zp", "Zs"):
-        return f"\u27e8{ord(char):04X}\u27e9"
-    return char
-
-
 def _mean(values: Sequence[float | None]) -> float | None:
     known = [value for value in values if value is not None]
     return math.fsum(known) / len(known) if known else None
-
-
-def _spread(items: Sequence[T], most: int) -> list[T]:
-    """At most `most` of `items`, evenly spaced, the first and the last among them."""
-    if len(items) <= most:
-        return list(items)
-    return [items[round(i * (len(items) - 1) / (most - 1))] for i in range(most)]
-
-
-def _capped(what: str, count: int, most: int, first: bool = False) -> str:
-    if count <= most:
-        return ""
-    return f"{'The first ' if first else ''}{most} of {count} {what} are drawn{'' if first else ', evenly spaced'}."
-
-
-def _flat(data: Mapping[str, Any], prefix: str = "") -> list[tuple[str, str]]:
-    """(dotted key, JSON value) of every leaf of nested mappings."""
-    rows = []
-    for key, value in data.items():
-        if isinstance(value, Mapping) and value:
-            rows += _flat(value, f"{prefix}{key}.")
-        else:
-            rows.append((prefix + key, value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)))
-    return rows
