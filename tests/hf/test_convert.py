@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import shutil
+import subprocess
+import sys
 import weakref
 from collections.abc import Callable
 from pathlib import Path
@@ -17,11 +19,13 @@ from torch import Tensor
 from typer.testing import CliRunner
 
 from gated_attn.cli.app import app
-from gated_attn.errors import CheckpointError, GatedAttnError, ShapeError, SpecError, UnsupportedError
+from gated_attn.errors import CheckpointError, GatedAttnError, RecordError, ShapeError, SpecError, UnsupportedError
 from gated_attn.hf import checkpoint
 from gated_attn.hf.checkpoint import CONFIG, INDEX
 from gated_attn.hf.convert import convert_checkpoint
 from gated_attn.hf.layouts import LAYOUTS
+from gated_attn.hf.names import KEY, MODEL_TYPE
+from gated_attn.hf.native import READ_AS
 
 H, KV, E, D, LAYERS = 8, 2, 4, 23, 3
 SIZES = {"num_attention_heads": H, "num_key_value_heads": KV, "head_dim": E, "hidden_size": D, "model_type": "ours"}
@@ -393,8 +397,11 @@ def test_the_check_after_writing_finds_what_the_plan_did_not_say(
 
 
 def test_folders_that_cannot_be_read(tmp_path: Path) -> None:
-    with pytest.raises(CheckpointError, match=r"config\.json cannot be read as JSON"):
+    with pytest.raises(CheckpointError, match=r"none is not there, or no folder"):
         convert_checkpoint(tmp_path / "none", tmp_path / "dst", "separate", "flat", width="headwise")
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(CheckpointError, match=r"config\.json cannot be read as JSON"):
+        convert_checkpoint(tmp_path / "empty", tmp_path / "dst", "separate", "flat", width="headwise")
     source = store(tmp_path / "src", weights())
     (source / INDEX).unlink()
     with pytest.raises(CheckpointError, match=r"4 safetensors files and no model\.safetensors\.index\.json"):
@@ -424,7 +431,7 @@ def test_a_transformers_model_comes_back_with_the_same_logits(tmp_path: Path) ->
     assert (tmp_path / "qwen" / INDEX).exists()
     done = convert_checkpoint(tmp_path / "qwen", tmp_path / "g", "per_head", "g_proj", width="elementwise")
     assert done.modules == 2
-    assert "do not load" in done.notes[0]
+    assert "transformers reads model_type 'qwen3_5_text' as per_head, so it refuses" in done.notes[0]
     gates = [name for name in load(tmp_path / "g") if name.endswith("g_proj.weight")]
     assert (
         gates == ["model.layers.0.self_attn.g_proj.weight", "model.layers.2.self_attn.g_proj.weight"] or len(gates) == 2
@@ -434,9 +441,120 @@ def test_a_transformers_model_comes_back_with_the_same_logits(tmp_path: Path) ->
     again = transformers.Qwen3_5ForCausalLM.from_pretrained(tmp_path / "back").eval()
     with torch.no_grad():
         assert torch.equal(again(tokens).logits, model(tokens).logits)
-        convert_checkpoint(tmp_path / "back", tmp_path / "flat", None, "flat")  # same shapes, another meaning
-        wrong = transformers.Qwen3_5ForCausalLM.from_pretrained(tmp_path / "flat").eval()
-        assert (wrong(tokens).logits - model(tokens).logits).abs().max() > 1e-3
+
+
+def saved(model_type: str, folder: Path, **config: Any) -> Any:
+    """A tiny model of a type that has gates of its own, in two shards or more."""
+    from tests.hf.test_native import build
+
+    model = build(model_type, **config)
+    model.save_pretrained(folder, max_shard_size="20KB")
+    return model
+
+
+@pytest.mark.parametrize(
+    ("model_type", "config", "layout"),
+    [
+        ("qwen3_next", {}, "per_head"), ("afmoe", {}, "gate_proj"), ("lfm3", {}, "gate_proj"),
+        ("laguna", {"gating": True}, "g_proj"), ("laguna", {"gating": "per-element"}, "g_proj"),
+    ],
+)  # fmt: skip
+def test_what_the_table_of_native_gates_knows_need_not_be_said(
+    tmp_path: Path, model_type: str, config: dict[str, Any], layout: str
+) -> None:
+    from gated_attn.hf.native import native_gates
+
+    model = saved(model_type, tmp_path / "model", **config)
+    width = next(iter(native_gates(model).values())).spec.width
+    other = "headwise" if width == "elementwise" else "elementwise"
+    done = invoke("convert", tmp_path / "model", tmp_path / "grouped", "--to", "per_kv_group", "--json")
+    assert done.exit_code == 0, done.exception
+    told = json.loads(done.stdout)
+    assert (told["source"], told["target"], told["width"]) == (layout, "per_kv_group", width)
+    with pytest.raises(SpecError, match=f"are {width}, which contradicts --width {other}"):
+        convert_checkpoint(tmp_path / "model", tmp_path / "no", None, "flat", width=other)
+    with pytest.raises(SpecError, match=f"as {layout}, which contradicts layout flat"):
+        convert_checkpoint(tmp_path / "model", tmp_path / "no", "flat", "per_kv_group")
+
+
+def test_the_readme_converts_the_models_that_it_names() -> None:
+    readme = (Path(__file__).parents[2] / "README.md").read_text(encoding="utf-8")
+    line = next(line for line in readme.splitlines() if "`gated-attn convert" in line)
+    assert "`gated-attn convert FOLDER OUT --to per_kv_group`" in line  # which the test above runs
+
+
+@pytest.mark.parametrize("model_type", ["qwen3_next", "laguna", "afmoe", "lfm3"])
+def test_a_model_whose_gates_lie_elsewhere_is_refused_until_they_are_back(tmp_path: Path, model_type: str) -> None:
+    """Queries and gates that were read in the wrong rows would give wrong logits, and no error."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    model = saved(model_type, tmp_path / "model")
+    own = convert_checkpoint(tmp_path / "model", tmp_path / "same", None, READ_AS[model_type][0])
+    assert not own.notes
+    before = json.loads((tmp_path / "model" / CONFIG).read_text())
+    assert json.loads((tmp_path / "same" / CONFIG).read_text()) == before
+    assert_same(load(tmp_path / "same"), load(tmp_path / "model"))
+    done = convert_checkpoint(tmp_path / "model", tmp_path / "grouped", None, "per_kv_group")
+    assert f"as {READ_AS[model_type][0]}, so it refuses {tmp_path / 'grouped'}" in done.notes[0]
+    written = json.loads((tmp_path / "grouped" / CONFIG).read_text())
+    assert written["model_type"] == MODEL_TYPE
+    assert written["architectures"] == before["architectures"]
+    assert written[KEY] == {"version": 1, "layout": "per_kv_group", "width": own.width, "base_config": before}
+    for auto in (AutoConfig, AutoModelForCausalLM):  # gated_attn.hf is imported
+        with pytest.raises(RecordError, match=f"in gate layout 'per_kv_group'.*--to {READ_AS[model_type][0]}"):
+            auto.from_pretrained(tmp_path / "grouped")
+    with pytest.raises((ValueError, OSError), match=r"pip install 'gated-attn\[hf\]'"):
+        type(model).from_pretrained(tmp_path / "grouped")
+    convert_checkpoint(tmp_path / "grouped", tmp_path / "flat", None, "flat")
+    with pytest.raises(RecordError, match="in gate layout 'flat'"):
+        AutoConfig.from_pretrained(tmp_path / "flat")
+    back = convert_checkpoint(tmp_path / "flat", tmp_path / "back", None, READ_AS[model_type][0])
+    assert not back.notes
+    after = json.loads((tmp_path / "back" / CONFIG).read_text())
+    assert (after, list(after)) == (before, list(before))
+    assert_same(load(tmp_path / "back"), load(tmp_path / "model"))
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "back").eval()
+    tokens = torch.randint(0, 31, (2, 11))
+    with torch.no_grad():
+        assert torch.equal(loaded(tokens).logits, model(tokens).logits)
+
+
+def test_lfm3_is_read_by_either_name_of_its_gate(tmp_path: Path) -> None:
+    """Transformers renames it on the way to disk; what `export` writes has the module's own name."""
+    from transformers import AutoModelForCausalLM
+
+    model = saved("lfm3", tmp_path / "model")
+    convert_checkpoint(tmp_path / "model", tmp_path / "g", None, "g_proj")
+    assert (tmp_path / "g" / CONFIG).read_text() == (tmp_path / "model" / CONFIG).read_text()
+    tokens = torch.randint(0, 31, (2, 11))
+    with torch.no_grad():
+        assert torch.equal(AutoModelForCausalLM.from_pretrained(tmp_path / "g")(tokens).logits, model(tokens).logits)
+    assert convert_checkpoint(tmp_path / "g", tmp_path / "back", None, "gate_proj").source == "g_proj"
+    assert_same(load(tmp_path / "back"), load(tmp_path / "model"))
+
+
+def test_a_layout_recorded_by_hand_is_kept_true(tmp_path: Path) -> None:
+    there = {"layout": "separate", "width": "elementwise"}
+    source = store(tmp_path / "src", weights(), model_type="qwen3_next", gated_attn=there)
+    convert_checkpoint(source, tmp_path / "flat", None, "flat")
+    convert_checkpoint(tmp_path / "flat", tmp_path / "own", None, "per_head")
+    assert json.loads((tmp_path / "own" / CONFIG).read_text()) == {
+        **SIZES, "model_type": "qwen3_next", KEY: {**there, "layout": "per_head"}
+    }  # fmt: skip
+
+
+def test_a_fresh_interpreter_refuses_and_convert_needs_no_transformers(tmp_path: Path) -> None:
+    saved("qwen3_5", tmp_path / "model")
+    convert = (
+        "import sys; sys.modules['transformers'] = None\n"
+        "from gated_attn.hf.convert import convert_checkpoint\n"
+        "convert_checkpoint(sys.argv[1], sys.argv[2], None, 'flat')"
+    )
+    subprocess.run([sys.executable, "-c", convert, tmp_path / "model", tmp_path / "flat"], check=True)
+    load_it = "import sys; from transformers import AutoModelForCausalLM as A; A.from_pretrained(sys.argv[1])"
+    stock = subprocess.run([sys.executable, "-c", load_it, tmp_path / "flat"], capture_output=True, text=True)
+    assert stock.returncode == 1
+    assert "pip install 'gated-attn[hf]', import gated_attn.hf" in stock.stderr
 
 
 def invoke(*arguments: object) -> Any:

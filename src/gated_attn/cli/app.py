@@ -77,8 +77,8 @@ def convert(
     source: Annotated[Path, typer.Argument(metavar="SRC", help="A folder with config.json and safetensors.")],
     target: Annotated[Path, typer.Argument(metavar="DST", help="The folder to write; it must not exist.")],
     to_layout: Annotated[str, typer.Option("--to", metavar="LAYOUT", help="separate, g_proj, gate_proj, w_g, per_head, per_kv_group, flat, group_qgkv or tail_rows.")],
-    from_layout: Annotated[str | None, typer.Option("--from", metavar="LAYOUT", help="The layout of SRC [default: what its config.json records].")] = None,
-    width: Annotated[str | None, typer.Option(help="headwise or elementwise [default: what config.json records].")] = None,
+    from_layout: Annotated[str | None, typer.Option("--from", metavar="LAYOUT", help="The layout of SRC [default: what its config.json records, or what transformers reads for its model_type].")] = None,
+    width: Annotated[str | None, typer.Option(help="headwise or elementwise [default: what config.json records, or what gates of its model_type are].")] = None,
     modules: Annotated[str, typer.Option(metavar="REGEX", help="Convert only attention modules whose path matches; copy the others.")] = "",
     json: Json = False,
 ) -> None:  # fmt: skip
@@ -162,7 +162,37 @@ def diagnose(
     """
     from gated_attn.cli.diagnose import run
 
-    run(model, text, tokens, length, layers, heads, queries, sink_tokens, special, dtype, attention, output, as_json=json)
+    run(
+        model,
+        text,
+        tokens,
+        length,
+        layers,
+        heads,
+        queries,
+        sink_tokens,
+        special,
+        dtype,
+        attention,
+        output,
+        as_json=json,
+    )
+
+
+@app.command()
+def report(
+    path: Annotated[Path, typer.Argument(help="A diagnosis.json, health.json, run.json or compare.json, or a folder with one.")],
+    before: Annotated[Path | None, typer.Option(help="An earlier diagnosis of the same text, to stand beside.")] = None,
+    output: Annotated[Path | None, typer.Option("--output", "-o", help="The file to write [default: report.html beside the record].")] = None,
+    pictures: Annotated[bool, typer.Option("--pictures/--no-pictures", help="Whether to draw PNGs beside it, of a diagnosis or gates over steps.")] = True,
+) -> None:  # fmt: skip
+    """Draw a record as one HTML page.
+
+    A diagnosis, gates over the steps of a run, a run or a comparison; no network, readable without JavaScript.
+    """
+    from gated_attn.cli.report import run
+
+    run(path, before, output, pictures=pictures)
 
 
 @app.command()

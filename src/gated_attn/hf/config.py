@@ -6,6 +6,8 @@
      "transformers_weights": "gated_attn (...)",      a class called by its name finds no weights, and prints it
      "architectures": [...], "transformers_version": ...,
      "gated_attn": {"version": 1, "gates": {attention module: spec}, "base_config": {...}}}
+
+`gated-attn convert` writes the same, with `layout` and `width`, where the weights are in a layout that no model reads.
 """
 
 from __future__ import annotations
@@ -18,13 +20,8 @@ from transformers import PreTrainedConfig
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING, AutoConfig
 
 from gated_attn.errors import RecordError, SpecError
+from gated_attn.hf.names import KEY, MODEL_TYPE, VERSION, refused
 from gated_attn.spec import GateSpec
-
-MODEL_TYPE = "gated_attn (pip install 'gated-attn[hf]', import gated_attn.hf, and load it with an Auto class)"
-"""Both a type and the message that stock transformers prints: what to install to load the gates."""
-
-KEY = "gated_attn"
-VERSION = 1
 
 
 class GatedConfig(PreTrainedConfig):
@@ -62,13 +59,13 @@ class GatedConfig(PreTrainedConfig):
                 f"config.json holds {KEY} version {version!r}, and this gated-attn reads version {VERSION}; "
                 "save the model again, or load it with the gated-attn that wrote it"
             )
+        known, gates = gated.get("base_config"), gated.get("gates")
         layout = gated.get("layout", "separate")
-        if layout != "separate":
+        if layout not in (own := _own_layouts(known, gates)):
             raise RecordError(
                 f"these weights are in gate layout {layout!r}, which no model here reads; first run gated-attn convert FOLDER NEW "
-                "--to separate"
+                f"--to {own[0]}"
             )
-        known, gates = gated.get("base_config"), gated.get("gates")
         if not isinstance(known, Mapping) or not isinstance(gates, Mapping):
             raise RecordError(
                 f"config.json: {KEY} needs a base_config and gates, each a JSON object; save the model again"
@@ -97,12 +94,17 @@ class GatedConfig(PreTrainedConfig):
         return wrapped(self.base.to_diff_dict(), self.gates) if isinstance(self.base, PreTrainedConfig) else {}
 
 
+def _own_layouts(base: Any, gates: Any) -> tuple[str, ...]:
+    """The layouts that the model reads: attached gates' own, or those of the family which has gates without them."""
+    from gated_attn.hf.native import in_config
+
+    found = in_config(base) if gates is None and isinstance(base, Mapping) else None
+    return found[1].reads if found else ("separate",)
+
+
 def wrapped(base: Mapping[str, Any], gates: Mapping[str, str]) -> dict[str, Any]:
     """The content of a gated model's `config.json`, from that of its base and its gates."""
-    kept = {key: base[key] for key in ("architectures", "transformers_version") if key in base}
-    # Not at the top: `LlamaConfig.from_pretrained` would take a `base_config` there that says llama, and be silent.
-    inner = {"version": VERSION, "gates": dict(gates), "base_config": dict(base)}
-    return {"model_type": MODEL_TYPE, "transformers_weights": MODEL_TYPE, **kept, KEY: inner}
+    return refused(base, {"gates": dict(gates)})
 
 
 def text(base: PreTrainedConfig, gates: Mapping[str, str]) -> str:

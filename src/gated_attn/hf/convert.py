@@ -32,11 +32,9 @@ from gated_attn.hf.checkpoint import (
     write_index,
 )
 from gated_attn.hf.layouts import LAYOUTS, Layout, Sizes
-from gated_attn.hf.native import READ_AS
+from gated_attn.hf.names import KEY, refused
+from gated_attn.hf.native import in_config
 from gated_attn.spec import GateSpec
-
-NOTE = "gated_attn"
-"""Key of config.json under which a checkpoint's layout, width and (optional) spec are recorded."""
 
 # Submodules that only an attention module of some layout has; below a module of another layout they are a contradiction.
 KNOWN = tuple(sorted({name for layout in LAYOUTS.values() for name in layout.names.values()} | {"attn_gate"}))
@@ -62,8 +60,8 @@ class Asked:
     Fields:
         spec: of the gates where it is recorded; it says which layers have one.
         config: the model's own configuration.
-        note: what config.json records about gates.
-        native: the model_type, of `READ_AS`, whose gates transformers reads itself; or None.
+        note: what config.json records about gates under `KEY`: layout, width and (optional) spec.
+        native: the model_type, of `native.READ_AS`, whose gates transformers reads itself, and the layouts that it reads; or None.
     """
 
     before: Layout
@@ -72,7 +70,7 @@ class Asked:
     spec: GateSpec | None
     config: Mapping[str, Any]
     note: Mapping[str, Any]
-    native: str | None
+    native: tuple[str, tuple[str, ...]] | None
 
 
 @dataclass(frozen=True)
@@ -117,9 +115,13 @@ def convert_checkpoint(
 
     Args:
         source, target: folders; the target must not exist. Sizes come from the source's config.json.
-        from_layout, to_layout: names in `layouts.LAYOUTS`; from_layout may be None where config.json records it.
-        width: headwise or elementwise; may be None where config.json records it, or a spec.
+        from_layout, to_layout: names in `layouts.LAYOUTS`; from_layout may be None where config.json records it, or
+            `native.ROWS` has a row for its model_type.
+        width: headwise or elementwise; may be None there too, or where a spec is recorded.
         modules: regular expression, searched in the modules' paths; other modules are copied as they are.
+
+    A model with gates of its own in a layout that transformers does not read gets a config.json that stock classes refuse; back
+    in the layout that it reads, it gets its own again.
 
     Raises CheckpointError naming missing, unexpected and duplicate tensors, ShapeError for rows that do not fit, SpecError for a
     layout or width that config.json contradicts, UnsupportedError for gates that a layout cannot hold.
@@ -128,21 +130,23 @@ def convert_checkpoint(
     with drafted(target) as draft:
         if target.resolve().is_relative_to(source.resolve()):
             raise CheckpointError(f"{target} lies inside {source}: choose a folder beside it")
+        if not source.is_dir():
+            raise CheckpointError(f"{source} is not there, or no folder; name one with {CONFIG} and safetensors")
         config = read_json(source / CONFIG)
-        asked = _asked(source, config, from_layout, to_layout, width)
         stored = inventory(source)
+        asked = _asked(source, config, stored, from_layout, to_layout, width)
         plan = make_plan(stored, asked, modules)
         draft.mkdir(parents=True)
         skipped = copy_files(source, draft)
-        note = {**asked.note, "layout": asked.after.name, "width": asked.width}
-        write_text(draft / CONFIG, json.dumps({**config, NOTE: note}, indent=2, ensure_ascii=False) + "\n")
+        write_text(draft / CONFIG, json.dumps(_described(config, asked), indent=2, ensure_ascii=False) + "\n")
         shards = _write_shards(source, draft, stored, plan)
         _check(draft, plan)
     notes = [f"not copied, since weights in it would be in the old layout: {', '.join(skipped)}"] if skipped else []
-    if asked.native and READ_AS[asked.native] != asked.after.name:
+    if asked.native and asked.after.name not in asked.native[1]:
+        kind, own = asked.native[0], asked.native[1][0]
         notes.append(
-            f"transformers reads model_type {asked.native!r} as {READ_AS[asked.native]}: do not load {target} with its Auto "
-            "classes"
+            f"transformers reads model_type {kind!r} as {own}, so it refuses {target}; gated-attn convert {target} NEW --to {own} "
+            "makes it loadable again"
         )
     return Converted(
         asked.before.name, asked.after.name, asked.width, plan.modules, len(plan.made), shards, tuple(notes)
@@ -150,27 +154,58 @@ def convert_checkpoint(
 
 
 def _asked(
-    source: Path, config: Mapping[str, Any], from_layout: str | None, to_layout: str, width: str | None
+    source: Path,
+    config: Mapping[str, Any],
+    stored: Mapping[str, Stored],
+    from_layout: str | None,
+    to_layout: str,
+    width: str | None,
 ) -> Asked:
     """What the arguments say and config.json records, where they do not contradict each other."""
-    note = config.get(NOTE) or {}
+    note = config.get(KEY) or {}
     if not isinstance(note, dict):
-        raise CheckpointError(f"{source / CONFIG}: {NOTE!r} is {note!r}; it holds an object with layout and width")
-    described = config
+        raise CheckpointError(f"{source / CONFIG}: {KEY!r} is {note!r}; it holds an object with layout and width")
+    described = note.get("base_config", config)  # what a stock class would read
     if "gates" in note:  # what save_pretrained of a model with attached gates wrote
-        described = note["base_config"]
         note = {"layout": "separate", **note}
     spec = _spec(note.get("spec") or _attached(note.get("gates")))
-    before = layouts.named(_settled("layout", from_layout, note.get("layout"), "--from"))
+    recorded, own_width, native = note.get("layout"), None, None
+    if found := in_config(described):
+        kind, row, own_width = found
+        native = (kind, row.reads)
+        if not recorded and from_layout not in (None, *row.reads):
+            raise SpecError(
+                f"transformers reads model_type {kind!r} as {row.reads[0]}, which contradicts layout {from_layout}; if the weights "
+                f'are {from_layout} all the same, record it in {source / CONFIG}: "{KEY}": {{"layout": "{from_layout}"}}'
+            )
+        recorded = recorded or from_layout or _named_so(stored, row.reads)
+    before = layouts.named(_settled("layout", from_layout, recorded, "--from"))
     after = layouts.named(to_layout)
-    width = _settled("width", width, note.get("width") or (spec.width if spec else None), "--width")
-    native = next((kind for kind in _model_types(described) if kind in READ_AS), None)
-    if native and "layout" not in note and READ_AS[native] != before.name:
-        raise SpecError(
-            f"transformers reads model_type {native!r} as {READ_AS[native]}, which contradicts layout {before.name}; if the "
-            f'weights are {before.name} all the same, record it in {source / CONFIG}: "{NOTE}": {{"layout": "{before.name}"}}'
-        )
+    written = note.get("width") or (spec.width if spec else None)
+    if not written and own_width and width not in (None, own_width):
+        raise SpecError(f"the gates of model_type {kind!r} are {own_width}, which contradicts --width {width}")
+    width = _settled("width", width, written or own_width, "--width")
     return Asked(before, after, width, spec, described, note, native)
+
+
+def _named_so(stored: Mapping[str, Stored], among: tuple[str, ...]) -> str:
+    """The first of some layouts whose gates are there by name, or else the first."""
+    for name in among if len(among) > 1 else ():
+        gate = LAYOUTS[name].names.get("gate")
+        if any(f"{parent}{gate}.weight" in stored for parent in _attention_modules(stored, LAYOUTS[name], "")):
+            return name
+    return among[0]
+
+
+def _described(config: Mapping[str, Any], asked: Asked) -> dict[str, Any]:
+    """The config.json of what is written."""
+    note = {**asked.note, "layout": asked.after.name, "width": asked.width}
+    if asked.native is None or "gates" in note:
+        return {**config, KEY: note}
+    if asked.after.name not in asked.native[1]:
+        return refused(asked.config, note)
+    own = asked.config.get(KEY)
+    return {**asked.config, KEY: {**own, "layout": asked.after.name}} if own and "layout" in own else dict(asked.config)
 
 
 def make_plan(stored: Mapping[str, Stored], asked: Asked, modules: str = "") -> Conversion:
@@ -324,10 +359,6 @@ def _spec(text: GateSpec | str | None) -> GateSpec | None:
             f"rank or fill can be stored as rows beside the queries"
         )
     return spec
-
-
-def _model_types(config: Mapping[str, Any]) -> list[str]:
-    return [str(part.get("model_type")) for part in (config, config.get("text_config") or {})]
 
 
 def _sizes(config: Mapping[str, Any], layer: int) -> Sizes:

@@ -5,6 +5,7 @@ Shapes: B batch, T tokens, D width of the gate's source, H heads, E head width, 
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -29,6 +30,9 @@ class NativeFamily:
             each head its queries, then its gate).
         model_types: what config.json calls those of its models whose checkpoints `convert` reads.
         per_head: an attribute that says whether the gate is headwise where the width depends on the model; `width` if not.
+        headwise_if: the key of the configuration that this attribute follows, and its values that make it true, the default
+            first.
+        written: the layout that its checkpoints are in, where transformers renames the gate on the way to disk.
         head_bias: a parameter (H,) that is added to the logits of all channels of a head.
         float32: the model multiplies by the gate in float32, before it rounds.
     """
@@ -42,6 +46,8 @@ class NativeFamily:
     heads: str = "config.num_attention_heads"
     head_dim: str = "head_dim"
     per_head: str = ""
+    headwise_if: tuple[str, tuple[object, ...]] = ("", ())
+    written: str = ""
     head_bias: str = ""
     float32: bool = False
     model_types: tuple[str, ...] = ()
@@ -49,10 +55,20 @@ class NativeFamily:
 
     @property
     def stored(self) -> str:
-        """The one of `layouts.LAYOUTS` that its checkpoints are in."""
+        """The one of `layouts.LAYOUTS` that the module's own names are."""
         if self.layout != "separate":
             return self.layout
         return next(layout.name for layout in LAYOUTS.values() if layout.names.get("gate") == self.layer)
+
+    @property
+    def reads(self) -> tuple[str, ...]:
+        """The layouts in which transformers reads a checkpoint; it writes the first."""
+        return (self.written, self.stored) if self.written else (self.stored,)
+
+    def width_in(self, config: Mapping[str, Any]) -> str:
+        """The gate's width in a model of this configuration."""
+        key, values = self.headwise_if
+        return "headwise" if key and config.get(key, values[0]) in values else self.width
 
 
 def _names(text: str) -> tuple[str, ...]:
@@ -70,18 +86,28 @@ ROWS = (
     NativeFamily("inkling2", _names("Inkling2Sliding Inkling2Full Inkling2LoopSliding Inkling2LoopFull"), "o_proj.gate_proj",
                  heads="num_heads", float32=True),
     NativeFamily("hy_v4", _names("HYV4 HYV4VL"), "gate_proj", heads="num_heads", head_dim="v_head_dim"),
-    NativeFamily("lfm3", _names("Lfm3"), "g_proj", "headwise", model_types=("lfm3",)),
+    NativeFamily("lfm3", _names("Lfm3"), "g_proj", "headwise", written="gate_proj", model_types=("lfm3",)),
     NativeFamily("step", _names("Step3p7"), "g_proj", "headwise", heads="num_heads", model_types=("step3p5", "step3p7")),
     NativeFamily("laguna", _names("Laguna"), "g_proj", "elementwise", "softplus", heads="num_heads", per_head="gate_per_head",
-                 model_types=("laguna",)),
+                 headwise_if=("gating", (True, "per-head")), model_types=("laguna",)),
     NativeFamily("dots3_note", _names("Dots3NoteText BailingHybrid"), "g_proj", "headwise", heads="num_heads",
                  head_dim="v_head_dim"),
     NativeFamily("timm", ("Attention", "AttentionRope", "EvaAttention"), "gate", heads="num_heads", package="timm"),
 )  # fmt: skip
 """Every family whose gate reads the attention module's input."""
 
-READ_AS = {model_type: row.stored for row in ROWS for model_type in row.model_types}
-"""model_type -> the layout in which transformers reads it."""
+_BY_TYPE = {model_type: row for row in ROWS for model_type in row.model_types}
+READ_AS = {model_type: row.reads for model_type, row in _BY_TYPE.items()}
+"""model_type -> the layouts in which transformers reads it; it writes the first."""
+
+
+def in_config(config: Mapping[str, Any]) -> tuple[str, NativeFamily, str] | None:
+    """(model_type, row, width of the gates) of a config.json whose gates `convert` knows, or None."""
+    for part in (config, config.get("text_config") or {}):
+        model_type = str(part.get("model_type"))
+        if row := _BY_TYPE.get(model_type):
+            return model_type, row, row.width_in(config.get("text_config") or config)
+    return None
 
 
 @dataclass(frozen=True, eq=False)
