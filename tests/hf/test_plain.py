@@ -579,7 +579,17 @@ def test_timm_gates_that_no_call_reaches_are_an_error(timm: Any) -> None:
 
 @pytest.mark.parametrize(
     "spec",
-    ["output:elementwise", "output:headwise,fill", "value:headwise", "dense:headwise", "weights:pairwise,bias=1"],
+    [
+        "output:elementwise",
+        "output:headwise,fill",
+        "value:headwise",
+        "dense:headwise",
+        "weights:pairwise,bias=1",
+        "key:headwise",
+        "query:elementwise,source=query",
+        "value:elementwise,fill",
+        "key:headwise,fill",
+    ],
 )
 def test_gates_are_verified_saved_and_loaded(spec: str, tmp_path: Path) -> None:
     x, padding = inputs()
@@ -595,9 +605,62 @@ def test_gates_are_verified_saved_and_loaded(spec: str, tmp_path: Path) -> None:
         assert torch.equal(load_gates(encoder().eval(), tmp_path)(**batch), want)
 
 
-def test_what_verify_cannot_tell_it_says() -> None:
-    with pytest.raises(UnsupportedError, match="can be told in transformers models only"):
-        verify(hf.attach(encoder(), "key:headwise"), {"src": inputs()[0]})
+@pytest.mark.parametrize("kind", ["separate widths", "no bias"])
+@pytest.mark.parametrize("spec", ["key:headwise", "query:headwise", "value:elementwise,fill"])
+def test_key_and_query_gates_are_verified_in_modules_of_their_own(kind: str, spec: str) -> None:
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            sizes = {"kdim": 11, "vdim": 13} if kind == "separate widths" else {"bias": False}
+            self.attn = nn.MultiheadAttention(D, H, batch_first=True, **sizes)
+
+        def forward(self, x: Tensor) -> Tensor:
+            k, v = (x[..., : self.attn.kdim], x[..., : self.attn.vdim])
+            return self.attn(x, k, v)[0]
+
+    model = awake(hf.attach(Model().eval(), spec))
+    x = torch.randn(B, T, D)
+    if "fill" in spec and kind == "no bias":
+        with pytest.raises(UnsupportedError, match="has no bias of its own"):
+            verify(model, {"x": x})
+        return
+    want = model(x)
+    shown = verify(model, {"x": x})
+    assert shown.ok, str(shown)
+    assert torch.equal(model(x), want), "the weights are as before"
+
+
+@pytest.mark.parametrize("spec", ["key:headwise", "query:elementwise", "value:elementwise,fill", "key:headwise,fill"])
+@pytest.mark.parametrize("kind", ["plain", "normed", "grouped", "eva", "eva biases apart"])
+def test_key_and_query_gates_are_verified_in_timm_too(timm: Any, kind: str, spec: str) -> None:
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.blocks, self.options = timm_model(timm, kind)
+
+        def forward(self, x: Tensor) -> Tensor:
+            for block in self.blocks:
+                x = block(x, **self.options)
+            return x
+
+    model = awake(hf.attach(Model().eval(), spec))
+    x = torch.randn(B, T, D)
+    want = model(x)
+    try:
+        shown = verify(model, {"x": x})
+    except UnsupportedError as error:
+        assert "fill" in spec, error
+        assert "has no bias of its own" in str(error)
+        return
+    assert shown.ok, str(shown)
+    assert len(shown.rows) == 2
+    assert torch.equal(model(x), want)
+
+
+def test_a_skipped_key_gate_fails_in_plain_models(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = awake(hf.attach(encoder().eval(), "key:headwise"))
+    monkeypatch.setattr(Gate, "modulate", lambda self, x, source: x)
+    assert not verify(model, {"src": inputs()[0]}).ok
 
 
 def test_plain_models_need_no_transformers() -> None:

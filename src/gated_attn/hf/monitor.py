@@ -22,7 +22,7 @@ from transformers import TrainerCallback
 from gated_attn.attention.activations import activate
 from gated_attn.errors import RecipeError, SpecError, UnsupportedError
 from gated_attn.hf.callbacks import frozen_until
-from gated_attn.hf.watched import Watched, watch
+from gated_attn.hf.watched import Watched, WatchedModule, watch
 from gated_attn.records import GateHealth, HealthPoint, HealthRecord, HealthWarning
 from gated_attn.spec import DEFAULT_STD
 
@@ -128,11 +128,12 @@ class GateMonitor(TrainerCallback):
             raise SpecError(
                 "GateMonitor found no gates in this model; attach gates before building the Trainer, or drop it"
             )
-        if state.is_world_process_zero and not any(gate.trains for gate in self._gates.values()):
+        added = [gate for gate in self._gates.values() if isinstance(gate, WatchedModule)]  # a model's own may rest
+        if state.is_world_process_zero and added and not any(gate.trains for gate in added):
             logger.warning(
                 "none of the %d gates is trainable (requires_grad=False), so they stay as they are; under PEFT name them in "
                 'modules_to_save=["attn_gate"]',
-                len(self._gates),
+                len(added),
             )
         self._begun = max(state.global_step, frozen_until(state))
         if self.record is not None and self.record.exists() and state.global_step:

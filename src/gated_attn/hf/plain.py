@@ -8,7 +8,8 @@ Shapes: B batch, T tokens, D model width, H heads, K key/value heads, E head wid
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -166,6 +167,56 @@ def detach(model: nn.Module) -> nn.Module:
     """
     _replace(model, {m: _stock(m) for m in model.modules() if isinstance(m, AttachedMultiheadAttention)})
     return model
+
+
+@contextmanager
+def projected_to(module: Any, letter: str, fill_HE: Tensor | None) -> Iterator[None]:
+    """Meanwhile queries, keys or values (`q`, `k`, `v`) of a module are zero, or the fill, before its gate: by its own weights.
+
+    UnsupportedError for a fill where the projection has no bias that could be it.
+    """
+    kept: list[tuple[Tensor, Tensor]] = []
+
+    def put(part: Tensor | None, value: Tensor | float) -> None:
+        if part is not None:
+            kept.append((part, part.clone()))
+            part.copy_(torch.as_tensor(value, dtype=part.dtype, device=part.device).expand_as(part))
+
+    weight, bias = _rows_of(module, letter)
+    norm = getattr(module, f"{letter}_norm", None)
+    if getattr(norm, "weight", None) is not None:
+        weight, bias = norm.weight, getattr(norm, "bias", None)  # E channels, which all heads share
+    if fill_HE is not None and (bias is None or bias.numel() != fill_HE.numel()):
+        raise UnsupportedError(
+            f"a shut {letter} gate with a fill cannot be told in this {type(module).__name__}: its projection has no bias of "
+            "its own"
+        )
+    try:
+        with torch.no_grad():
+            put(weight, 0.0)
+            put(bias, 0.0 if fill_HE is None else fill_HE.flatten())
+        yield
+    finally:
+        with torch.no_grad():
+            for part, before in kept:
+                part.copy_(before)
+
+
+def _rows_of(module: Any, letter: str) -> tuple[Tensor, Tensor | None]:
+    """(weight, bias) of one of queries, keys and values, as views."""
+    at = "qkv".index(letter)
+    if isinstance(module, GatedMultiheadAttention):
+        own = getattr(module, f"{letter}_proj_weight")
+        weight = own if module.in_proj_weight is None else module.in_proj_weight.data.chunk(3)[at]
+        return weight.data, None if module.in_proj_bias is None else module.in_proj_bias.data.chunk(3)[at]
+    if getattr(module, "qkv", None) is None:
+        layer = getattr(module, f"{letter}_proj")
+        return layer.weight.data, None if layer.bias is None else layer.bias.data
+    beside = getattr(module, f"{letter}_bias", None)  # EVA's
+    bias = module.qkv.bias
+    return module.qkv.weight.data.chunk(3)[
+        at
+    ], beside.data if beside is not None else None if bias is None else bias.data.chunk(3)[at]
 
 
 def _replace(model: nn.Module, new: Mapping[nn.Module, nn.Module]) -> None:

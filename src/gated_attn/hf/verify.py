@@ -74,12 +74,12 @@ def verify(model: nn.Module, batch: Mapping[str, Any]) -> Verification:
     """Shut every gate, run the model on the batch, and compare each block's output with what a shut gate leaves.
 
     An output, weights or value gate that is shut leaves exactly the out projection's bias (with a fill, what the projection makes
-    of the fill); a dense gate leaves exactly zero; a key or query gate leaves what
-    the block gives with those projected to zero.
+    of the fill); a dense gate leaves exactly zero; a key or query gate leaves what the block gives with those projected to zero.
     The model, its gates and its mode are as before afterwards. Run it on the path that is used: compiled, in bf16, with a cache.
 
-    Raises SpecError if the model has no gates, UnsupportedError for added gates (`op=add`), which shutting does not turn off,
-    and for key and query gates and fills of values in models of plain torch and timm.
+    Prefix keys and values (PEFT's prefix tuning) do not come from the projections, so no value gate reaches them: take them off.
+
+    Raises SpecError if the model has no gates, UnsupportedError for added gates (`op=add`), which shutting does not turn off.
     """
     if not isinstance(batch, Mapping):
         raise SpecError(
@@ -99,10 +99,6 @@ def verify(model: nn.Module, batch: Mapping[str, Any]) -> Verification:
     for name, gate in found.items():
         if gate.spec.op == "add":
             raise UnsupportedError(f"{name}: {gate.spec} adds, so shutting it proves nothing")
-        if _block(blocks_there, name).family in plain.ROWS and _leaves_a_computation(gate):
-            raise UnsupportedError(
-                f"{name}: what {gate.spec} leaves when it is shut can be told in transformers models only"
-            )
     modes = {module: module.training for module in model.modules()}
     model.eval()
     try:
@@ -203,15 +199,17 @@ def _without_gates(
     names = [name for name, gate in found.items() if _leaves_a_computation(gate)]
     if not names:
         return {}
-    handles = [
-        _gated_layer(model, blocks[name].module).register_forward_hook(_put_what_is_left(found[name])) for name in names
-    ]
-    try:
-        with _shut([gate for name, gate in found.items() if name not in names]):
-            seen = _outputs(model, batch, {name: outs[name] for name in names}, found)
-    finally:
-        for handle in handles:
-            handle.remove()
+    own = [name for name in names if blocks[name].family in plain.ROWS]
+    with contextlib.ExitStack() as undo:
+        undo.enter_context(_shut([gate for name, gate in found.items() if name not in names]))
+        for name in own:
+            gate = found[name]
+            undo.enter_context(plain.projected_to(blocks[name].module, gate.spec.position[0], gate.fill_HE))
+        undo.enter_context(_shut([found[name] for name in own], value=1.0))
+        for name in set(names) - set(own):
+            layer = _gated_layer(model, blocks[name].module)
+            undo.callback(layer.register_forward_hook(_put_what_is_left(found[name])).remove)
+        seen = _outputs(model, batch, {name: outs[name] for name in names}, found)
     return {name: [y for y, _ in pairs] for name, pairs in seen.items()}
 
 
@@ -240,13 +238,13 @@ def _put_what_is_left(gate: Gate) -> Any:
 
 
 @contextlib.contextmanager
-def _shut(wanted: Any) -> Iterator[None]:
-    """Meanwhile these gates are exactly 0, in whichever form each has."""
+def _shut(wanted: Any, value: float = 0.0) -> Iterator[None]:
+    """Meanwhile these gates are exactly 0, in whichever form each has; or of another value, those that are tensors."""
     changed: list[tuple[Gate, Any]] = []
     try:
         for gate in wanted:
             changed.append((gate, gate.__dict__.get("forward")))  # accelerate's, if the gate is offloaded
-            gate.forward = _shut_forward(gate.forward)
+            gate.forward = _shut_forward(gate.forward, value)
         yield
     finally:
         for gate, own in changed:
@@ -255,7 +253,7 @@ def _shut(wanted: Any) -> Iterator[None]:
                 gate.forward = own  # type: ignore[method-assign]
 
 
-def _shut_forward(whole: Any) -> Any:
+def _shut_forward(whole: Any, to: float) -> Any:
     def forward(x: Tensor, key_BSKE: Tensor | None = None) -> Tensor | Sink | PairLogits:
         value = whole(x, key_BSKE)
         if isinstance(value, Sink):
@@ -263,6 +261,6 @@ def _shut_forward(whole: Any) -> Any:
         if isinstance(value, PairLogits):
             logits = value.query_BTHR
             return PairLogits(0 * logits, 0 * value.key_BSKR, logits.new_full((1,), -1e9), value.activation)
-        return torch.zeros_like(value)
+        return torch.full_like(value, to)
 
     return forward
