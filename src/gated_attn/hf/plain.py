@@ -183,7 +183,7 @@ def projected_to(module: Any, letter: str, fill_HE: Tensor | None) -> Iterator[N
             part.copy_(torch.as_tensor(value, dtype=part.dtype, device=part.device).expand_as(part))
 
     weight, bias = _rows_of(module, letter)
-    norm = getattr(module, f"{letter}_norm", None)
+    norm: Any = getattr(module, f"{letter}_norm", None)
     if getattr(norm, "weight", None) is not None:
         weight, bias = norm.weight, getattr(norm, "bias", None)  # E channels, which all heads share
     if fill_HE is not None and (bias is None or bias.numel() != fill_HE.numel()):
