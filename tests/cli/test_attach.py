@@ -140,7 +140,7 @@ def test_a_folder_that_cannot_be_completed_does_not_appear(
     def full(*_: object) -> None:
         raise OSError("no space left")
 
-    monkeypatch.setattr("gated_attn.cli.attach.shutil.copy2", full)
+    monkeypatch.setattr("gated_attn.cli.models.shutil.copy2", full)
     with pytest.raises(OSError, match="no space left"):
         invoke("attach", llama, "identity", "-o", tmp_path / "out")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["llama"]

@@ -82,13 +82,50 @@ def test_a_checkpoint_of_a_run_is_another_model(run: Path, tmp_path: Path) -> No
 
 
 def test_mistakes_say_what_to_name(run: Path, tmp_path: Path) -> None:
-    with pytest.raises(RecipeError, match="is not a run's folder"):
+    with pytest.raises(CheckpointError, match=r"neither what .* wrote nor a transformers model"):
         invoke("export", tmp_path, tmp_path / "out")
+    with pytest.raises(CheckpointError, match="is not there"):
+        invoke("export", tmp_path / "nowhere", tmp_path / "out")
     shutil.copytree(run, tmp_path / "empty", ignore=shutil.ignore_patterns("checkpoint-*"))
     with pytest.raises(RecipeError, match="has no whole checkpoint"):
         invoke("export", tmp_path / "empty", tmp_path / "out")
-    with pytest.raises(UnsupportedError, match="laguna: its gate is softplus, the model has sigmoid"):
+    with pytest.raises(UnsupportedError, match="laguna's gate is softplus, the model has sigmoid"):
         invoke("export", run, tmp_path / "out", "--target", "laguna")
     assert not (tmp_path / "out").exists()
     with pytest.raises(CheckpointError, match="exists and is not overwritten"):
         invoke("export", run, tmp_path / "empty")
+
+
+def test_a_run_of_the_readme_command_exports_with_the_setting_that_it_names(tmp_path: Path) -> None:
+    readme = (Path(__file__).parents[2] / "README.md").read_text(encoding="utf-8")
+    line = next(line for line in readme.splitlines() if "`gated-attn export" in line)
+    setting = next(word for word in line.replace("`", " ").split() if word.startswith("model."))
+    (tmp_path / "tiny.toml").write_text(TINY.replace("qk_norm = true\n", ""))
+    train = ("train", tmp_path / "tiny.toml", "--gate", "paper-headwise", "--json")
+    invoke(*train, "-o", tmp_path / "plain")
+    with pytest.raises(UnsupportedError, match=f"lfm3 normalises queries and keys.*train with --set {setting}"):
+        invoke("export", tmp_path / "plain", tmp_path / "no")
+    invoke(*train, "--set", setting, "-o", tmp_path / "run")
+    assert json.loads(invoke("export", tmp_path / "run", tmp_path / "out", "--json").stdout)["target"] == "lfm3"
+
+
+def test_a_folder_of_a_transformers_model_with_attached_gates(tmp_path: Path) -> None:
+    from gated_attn.hf.attach import attach
+
+    torch.manual_seed(0)
+    config = transformers.Qwen3Config(
+        vocab_size=31, hidden_size=20, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, head_dim=6,
+        intermediate_size=20, max_position_embeddings=64,
+    )  # fmt: skip
+    model = attach(transformers.Qwen3ForCausalLM(config), "paper").eval()
+    model.save_pretrained(tmp_path / "gated")
+    (tmp_path / "gated" / "tokenizer.json").write_text("{}")
+    result = json.loads(invoke("export", tmp_path / "gated", tmp_path / "out", "--json").stdout)
+    assert result["target"] == "qwen3_5_text"
+    assert (tmp_path / "out" / "tokenizer.json").read_text() == "{}"
+    loaded = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out").eval()
+    assert loaded.config.max_position_embeddings == 64
+    ids = torch.randint(31, (2, 7))
+    with torch.no_grad():
+        want, got = model(ids).logits, loaded(ids).logits
+    assert (got - want).abs().max() <= 1e-5 * want.abs().max()

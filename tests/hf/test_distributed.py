@@ -245,7 +245,11 @@ def test_four_ranks_of_two_heads_train_as_one_process(tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "spec",
-    ["output:headwise:sigmoid,source=lse,bias=1,sink_key", "weights:pairwise:sigmoid,bias=1", "output:elementwise:sigmoid"],
+    [
+        "output:headwise:sigmoid,source=lse,bias=1,sink_key",
+        "weights:pairwise:sigmoid,bias=1",
+        "output:elementwise:sigmoid",
+    ],
 )
 def test_a_gate_may_be_a_unit_of_its_own(tmp_path: Path, spec: str) -> None:
     found = launch(tmp_path, 2, [f"llama {spec}"], ("gates",))

@@ -208,8 +208,9 @@ REFUSED = [
     ("output:headwise:sigmoid,top_k=2", {}, ["top_k=2"]),
     ("output:headwise:sigmoid,fill", {}, ["fill", "3 layers, gate output:headwise"]),
     ("output:headwise:nssigmoid,layers=1", {}, ["layer 1, gate", "activation nssigmoid"]),
-    ("output:headwise:sigmoid", {"qk_norm": False}, ["lfm3: it normalises queries and keys", "qwen3: it has no gate"]),
-    ("output:headwise:softplus,bias=1", {}, ["laguna: its gate has no bias", "lfm3: its gate is sigmoid, the model has softplus"]),
+    ("output:headwise:sigmoid", {"qk_norm": False},
+     ["lfm3 normalises queries", "qwen3 has no gate", "--set model.qk_norm=true"]),
+    ("output:headwise:softplus,bias=1", {}, ["laguna's gate has no bias", "lfm3's gate is sigmoid, the model has softplus"]),
     ("output:headwise:softplus,layers=1", {}, ["layers [0, 2] have no gate"]),
     ("none", {"qk_norm": False}, ["llama:", "hidden size (40)", "(6)"]),
 ]  # fmt: skip
@@ -226,7 +227,7 @@ def test_refusals_name_what_and_why(gate: str, options: dict[str, Any], words: l
 
 
 def test_a_target_that_does_not_fit_names_those_that_do(tmp_path: Path) -> None:
-    with pytest.raises(UnsupportedError, match="qwen3_5_text can\n  lfm3: its gate has 1 value per head, not 8"):
+    with pytest.raises(UnsupportedError, match="qwen3_5_text can\n  lfm3: lfm3's gate has 1 value a head, not 8"):
         export(decoder("output:elementwise"), tmp_path / "out", "lfm3")
     with pytest.raises(UnsupportedError, match=r"unknown target 'lfm'; known: auto, qwen3.*did you mean 'lfm3'"):
         export(decoder(), tmp_path / "out", "lfm")

@@ -8,6 +8,7 @@ import os
 import select
 import shutil
 import subprocess
+import sys
 import tempfile
 import time
 from pathlib import Path
@@ -20,6 +21,16 @@ FLAGS = (
     "--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-background-networking",
     "--disable-component-update", "--disable-sync", "--disable-extensions", "--hide-scrollbars", "--remote-debugging-pipe",
 )  # fmt: skip
+
+
+# Gives the pipes' ends the numbers that Chromium reads and writes, and becomes Chromium. After three copies neither is 3 or 4.
+RENUMBER = """
+import os, sys
+there, back = (os.dup(os.dup(os.dup(int(fd)))) for fd in sys.argv[1:3])
+os.dup2(there, 3)
+os.dup2(back, 4)
+os.execv(sys.argv[3], sys.argv[3:])
+"""
 
 
 class Browser:
@@ -40,8 +51,7 @@ class Browser:
         there, self._out = os.pipe()
         self._in, back = os.pipe()
 
-        # The shell moves the pipes' ends to the numbers that Chromium reads and writes.
-        command = ["sh", "-c", f'exec "$0" "$@" 3<&{there} 4>&{back}', str(CHROMIUM), *FLAGS]
+        command = [sys.executable, "-c", RENUMBER, str(there), str(back), str(CHROMIUM), *FLAGS]
         command += [f"--user-data-dir={self._profile.name}", "about:blank"]
         self._process = subprocess.Popen(
             command, pass_fds=(there, back), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL

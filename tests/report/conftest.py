@@ -14,9 +14,13 @@ from gated_attn.records import (
     CompareRecord,
     CompareRow,
     Diagnosis,
+    GateHealth,
     GateReading,
     GateStat,
     HeadStat,
+    HealthPoint,
+    HealthRecord,
+    HealthWarning,
     HistoryPoint,
     Paired,
     Pattern,
@@ -215,6 +219,32 @@ def build_diagnosis(
         "environment": {"torch": "2.13.0"},
     }  # fmt: skip
     return Diagnosis(**{**fields, **changes})  # type: ignore[arg-type]
+
+
+def build_health(steps: int = 5, gates: int = 3) -> HealthRecord:
+    """Gates that shut over the steps, and a warning."""
+    points = []
+    for step in range(steps):
+        share = 0.9 - 0.8 * step / steps
+        points.append(
+            HealthPoint(
+                step=10 * step + 1,
+                gates=[
+                    GateHealth(
+                        name=f"model.layers.{i}.self_attn.attn_gate", spec=HEADWISE, mean=[share, share / (i + 1)],
+                        below=[1 - share, 0.25], above=[share / 3, 0.125], weight_norm=1.37 + i + step, change=0.013 * (step + 1),
+                        grad_norm=0.0071 / (step + i + 1),
+                    )
+                    for i in range(gates)
+                ],
+            )
+        )  # fmt: skip
+    return HealthRecord(
+        low=0.05,
+        high=0.95,
+        points=points,
+        warnings=[HealthWarning(step=11, text="model.layers.1 saturated: 97 % shut")],
+    )
 
 
 @pytest.fixture(scope="session")

@@ -93,12 +93,12 @@ def convert(
 
 @app.command()
 def export(
-    run_folder: Annotated[Path, typer.Argument(help="What `train` wrote, or one of its checkpoints.")],
+    run_folder: Annotated[Path, typer.Argument(metavar="FOLDER", help="What `train` wrote, one of its checkpoints, or a transformers model with attached gates.")],
     output: Annotated[Path, typer.Argument(help="A new folder, for transformers' from_pretrained.")],
     target: Annotated[str, typer.Option(help="qwen3, llama, lfm3, qwen3_5_text or laguna; auto takes the first that fits.")] = "auto",
     json: Json = False,
 ) -> None:  # fmt: skip
-    """Turn a run into a transformers model.
+    """Turn a run, or attached gates, into a stock model.
 
     Stock transformers loads it, without gated-attn; it is reloaded and compared before the folder appears.
     """

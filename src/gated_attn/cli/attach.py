@@ -3,22 +3,17 @@
 from __future__ import annotations
 
 import json
-import shutil
 from pathlib import Path
 from typing import Any
 
 from gated_attn.codec import drafted, refuse_existing
 from gated_attn.errors import VerificationError
 
-TOKENIZER = (
-    "tokenizer*", "special_tokens_map.json", "vocab*", "merges.txt", "*processor_config.json", "*.jinja", "spiece*", "*.spm",
-)  # fmt: skip
-
 
 def run(
     model: Path, spec: str, output: Path, cross: str | None, layers: str | None, names: list[str], *, as_json: bool
 ) -> None:
-    from gated_attn.cli.models import load_folder
+    from gated_attn.cli.models import copy_beside, load_folder
     from gated_attn.hf.attach import attach, gates
     from gated_attn.hf.inputs import example_inputs
     from gated_attn.hf.verify import verify
@@ -38,7 +33,7 @@ def run(
         raise VerificationError(f"the gates of {model} are not all wired, so nothing was written:\n{shown}")
     with drafted(output) as draft:
         loaded.save_pretrained(draft)
-        _copy_beside(model, draft)
+        copy_beside(model, draft)
     own = {name: str(gate.spec) for name, gate in gates(loaded).items()}
     added = sum(p.numel() for gate in gates(loaded).values() for p in gate.parameters())
     total = sum(p.numel() for p in loaded.parameters())
@@ -50,11 +45,3 @@ def run(
     print(f"{len(own)} gates, {added:,} parameters ({added / (total - added):.2%} of the model without them)")
     print(shown if shown is not None else "gates that add cannot be verified by shutting them")
     print(f"saved: {output}")
-
-
-def _copy_beside(source: Path, target: Path) -> None:
-    """Tokenizer and processor files, which belong to the model whatever its gates."""
-    for pattern in TOKENIZER:
-        for file in source.glob(pattern):
-            if file.is_file() and not (target / file.name).exists():
-                shutil.copy2(file, target / file.name)

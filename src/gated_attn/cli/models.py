@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -9,6 +10,10 @@ from gated_attn.errors import CheckpointError, GatedAttnError, SampleError
 
 ALIASES = {"dinov2-s": "dinov2", "whisper-tiny-en": "whisper"}
 """Names that samples also go by."""
+
+TOKENIZER = (
+    "tokenizer*", "special_tokens_map.json", "vocab*", "merges.txt", "*processor_config.json", "*.jinja", "spiece*", "*.spm",
+)  # fmt: skip
 
 
 class Loaded(NamedTuple):
@@ -80,6 +85,14 @@ def load_folder(place: str | Path, **options: Any) -> Any:
             f"{place} lacks {len(missing)} tensors of {named}, which would be random: {', '.join(missing[:5])}"
         )
     return model.eval()
+
+
+def copy_beside(source: Path, target: Path) -> None:
+    """Tokenizer and processor files, which belong to the model whatever its gates."""
+    for pattern in TOKENIZER:
+        for file in source.glob(pattern):
+            if file.is_file() and not (target / file.name).exists():
+                shutil.copy2(file, target / file.name)
 
 
 def _sample(name: str) -> str | None:

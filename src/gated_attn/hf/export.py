@@ -236,15 +236,15 @@ def why_not(name: str, c: Canonical) -> list[str]:
     reasons = [
         why
         for refused, why in (
-            (target.activation is None and gated, "it has no gate"),
-            (target.activation and others, f"its gate is {target.activation}, the model has {', '.join(others)}"),
+            (target.activation is None and gated, f"{name} has no gate"),
+            (target.activation and others, f"{name}'s gate is {target.activation}, the model has {', '.join(others)}"),
             (target.activation == "softplus" and ungated, f"layers {ungated} have no gate, and softplus(0) is no power of 2"),
-            (target.activation and not target.elementwise and _width(c) > 1, f"its gate has 1 value per head, not {_width(c)}"),
-            (target.activation and not target.fused and biased, "its gate has no bias"),
-            (target.qk_norm and not c.qk_norm, "it normalises queries and keys, which no norm weight undoes; train with qk_norm"),
-            (not target.qk_norm and c.qk_norm, "it does not normalise queries and keys"),
-            (not target.partial and rotated != 1, f"it rotates every channel of a head, the model a share of {rotated:g}"),
-            (lossy, f"it stores norm weights less 1, not exact in {c.dtype} ({', '.join(lossy[:2])}); export model.float()"),
+            (target.activation and not target.elementwise and _width(c) > 1, f"{name}'s gate has 1 value a head, not {_width(c)}"),
+            (target.activation and not target.fused and biased, f"{name}'s gate has no bias"),
+            (target.qk_norm and not c.qk_norm, f"{name} normalises queries and keys, always; use --set model.qk_norm=true"),
+            (not target.qk_norm and c.qk_norm, f"{name} does not normalise queries and keys"),
+            (not target.partial and rotated != 1, f"{name} rotates every channel of a head, the model a share of {rotated:g}"),
+            (lossy, f"{name} stores norm weights less 1, not exact in {c.dtype} ({', '.join(lossy[:2])}); export model.float()"),
         )
         if refused
     ]  # fmt: skip

@@ -32,6 +32,12 @@ def write_report(compare: CompareRecord, runs: Sequence[RunRecord], path: str | 
     return write_text(path, render_html(compare, runs))
 
 
+def write_run_report(run: RunRecord, path: str | os.PathLike[str]) -> Path:
+    """Write the report on one run, compared with nothing, to `path`, and return the path."""
+    alone = CompareRecord(recipe=run.name, baseline=run.gate, rows=(CompareRow.from_run(run),))
+    return write_report(alone, [run], path)
+
+
 def render_html(compare: CompareRecord, runs: Sequence[RunRecord]) -> str:
     """The report on `compare` and its `runs` as the text of one HTML file; the same records give the same text."""
     return fill("report.html", _context(compare, runs))
@@ -47,6 +53,9 @@ def _context(compare: CompareRecord, runs: Sequence[RunRecord]) -> dict[str, Any
     shown = [run for gate in gates if (run := _shown_run(runs, gate)) is not None]
     return {
         "compare": compare,
+        "alone": gates == [compare.baseline],
+        "several": len({row.seed for row in compare.rows}) > 1,
+        "has_intervals": any(pair.n > 1 for pair in table.headline_pairs(compare).values()),
         "verdicts": table.verdict_lines(compare),
         "intervals": _intervals_figure(compare, gates),
         "legend": [(figures.swatch(i), gate, gate == compare.baseline) for i, gate in enumerate(gates)],
@@ -110,6 +119,7 @@ def _panels(compare: CompareRecord, runs: Sequence[RunRecord], gates: Sequence[s
             _figure(_differences(compare, runs, gates), "Paired difference of validation loss over steps", zero=True),
             "Same seed, same step; below the line is better than the baseline.",
         ),
+        ("Gate mean", _figure(_curves(runs, gates, lambda point: point.gate_mean), "Gate mean over steps"), ""),
     ]
     return [panel for panel in drawn if panel[1]]
 

@@ -92,7 +92,9 @@ def columns(compare: CompareRecord) -> tuple[Column, ...]:
     metric = METRIC_NAMES["bits_per_byte" if "bits_per_byte" in metrics else "loss"]
     quality = _BITS if any(summary.bits_per_byte is not None for summary in summaries) else _PERPLEXITY
     swept = any(summary.largest_stable_lr is not None for summary in summaries)
-    return (*_SIZE, _LOSS, quality, _difference(metric), *_BEHAVIOUR, *([_STABLE] if swept else []))
+    alone = [summary.gate for summary in summaries] == [compare.baseline]
+    compared = [] if alone else [_difference(metric, any(s.paired.n > 1 for s in summaries if s.paired))]
+    return (*_SIZE, _LOSS, quality, *compared, *_BEHAVIOUR, *([_STABLE] if swept else []))
 
 
 def verdict_lines(compare: CompareRecord) -> list[str]:
@@ -222,7 +224,16 @@ def _difference_cell(summary: Summary) -> str:
     return f"{pair.difference:+.4f}\n[{pair.low:+.4f}, {pair.high:+.4f}]"
 
 
-def _difference(metric: str) -> Column:
+def _difference(metric: str, several: bool) -> Column:
+    if not several:
+        return Column(
+            "difference",
+            "difference",
+            f"Difference in {metric}",
+            f"The gate's {metric} minus the baseline's on the same seed, data order and initialisation; negative is better. One "
+            "seed has no interval: how much of the difference is chance, it does not say.",
+            _difference_cell,
+        )
     return Column(
         "difference",
         "difference\n95 % interval",

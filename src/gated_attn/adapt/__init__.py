@@ -1,0 +1,1 @@
+"""Rewriting trained models by what was measured of them."""

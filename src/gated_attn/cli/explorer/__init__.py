@@ -1,0 +1,1 @@
+"""The explorer's page: what is chosen and changed (`state`), how it is drawn (`draw`), and the page itself (`page`)."""
