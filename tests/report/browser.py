@@ -74,15 +74,15 @@ class Browser:
 
     _session: str | None = None
 
-    def open(self, path: Path, *, width: int, dark: bool = False, script: bool = True, height: int = 900) -> None:
-        """Load the page and wait until it is loaded."""
+    def open(self, page: Path | str, *, width: int, dark: bool = False, script: bool = True, height: int = 900) -> None:
+        """Load the page, a file or an address, and wait until it is loaded."""
         self.complaints.clear()
         self._events.clear()
         self._call("Emulation.setDeviceMetricsOverride", width=width, height=height, deviceScaleFactor=1, mobile=False)
         theme = {"name": "prefers-color-scheme", "value": "dark" if dark else "light"}
         self._call("Emulation.setEmulatedMedia", features=[theme])
         self._call("Emulation.setScriptExecutionDisabled", value=not script)
-        self._call("Page.navigate", url=path.resolve().as_uri())
+        self._call("Page.navigate", url=page if isinstance(page, str) else page.resolve().as_uri())
         end = time.monotonic() + self.timeout
         while not any(event["method"] == "Page.loadEventFired" for event in self._events):
             self._read(end)
