@@ -186,16 +186,13 @@ class Local(Browser):
         super().__init__()
         self.address = address
 
-    def as_uri(self) -> str:
-        return self.address
-
     def _note(self, event: dict[str, Any]) -> None:
         request = event["params"].get("request", {}).get("url", "")
         if not (event["method"] == "Network.requestWillBeSent" and request.startswith((self.address, "blob:"))):
             super()._note(event)
 
     def show(self, *, width: int = 1280, dark: bool = False) -> None:
-        self.open(self, width=width, dark=dark)  # type: ignore[arg-type]
+        self.open(self.address, width=width, dark=dark)
         self.until("document.querySelectorAll('#next .both').length == 10")
 
     def until(self, condition: str, seconds: float = 90) -> None:
@@ -306,6 +303,11 @@ def test_the_page_on_a_phone_at_night_with_text_that_looks_like_markup(serve: Se
     with Local(address) as page:
         page.show(width=390, dark=True)
         assert page.evaluate("document.documentElement.scrollWidth") == 390
+        gates, added = (
+            page.evaluate(f"document.querySelector('#{name} .map').getBoundingClientRect().toJSON()")
+            for name in ("gates", "added")
+        )
+        assert added["top"] > gates["bottom"]
         assert page.evaluate("document.body.classList.contains('dark')")
         assert "at the mask" in page.text("#next")
         assert not page.evaluate("Boolean(document.querySelector('#how')?.offsetParent)")

@@ -83,8 +83,11 @@ def build(explorer: Explorer, text: str) -> Any:
                 parts.strip, parts.reading, parts.looks = (_drawing(name) for name in ("strip", "reading", "looks"))
             with gr.Column(scale=2, min_width=300):
                 _controls(parts, draw.options(first))
-        with gr.Row():
-            parts.gates, parts.added = _drawing("gates"), _drawing("added")
+        with gr.Row():  # below each other on a phone, where cells would be too small for a finger
+            with gr.Column(min_width=300):
+                parts.gates = _drawing("gates")
+            with gr.Column(min_width=300):
+                parts.added = _drawing("added")
         _wire(explorer, page, parts)
     return page
 
