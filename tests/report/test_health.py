@@ -9,7 +9,7 @@ import pytest
 
 from gated_attn.errors import MissingExtraError
 from gated_attn.records import GateHealth, HealthPoint, HealthRecord, HealthWarning
-from gated_attn.report.health import STEPS, pictures_of, render_health, write_health_report
+from gated_attn.report.health import STEPS, pictures_of, render_health, shortened, write_health_report
 from tests.report.conftest import build_health
 from tests.report.pages import Page
 
@@ -51,6 +51,21 @@ def test_no_step_and_hostile_names() -> None:
     page = Page(render_health(record, evil))
     assert len(page.named("script")) == 1
     assert evil in "".join(page.text)
+
+
+@pytest.mark.parametrize(
+    ("names", "group", "labels"),
+    [
+        (["m.0.gate", "m.11.gate"], "m.*.gate", ["0", "11"]),
+        (["m.0.self.gate", "m.0.cross.gate", "m.1.self.gate"], "m.*.gate", ["0.self", "0.cross", "1.self"]),
+        (["a", "b"], "", ["a", "b"]),
+        (["m.0.gate"], "", ["m.0.gate"]),
+        (["m.gate", "m.gate.gate"], "m.*", ["gate", "gate.gate"]),
+        ([], "", []),
+    ],
+)
+def test_names_lose_what_they_share(names: list[str], group: str, labels: list[str]) -> None:
+    assert shortened(names) == (group, dict(zip(names, labels, strict=True)))
 
 
 def test_many_steps_are_spread_and_it_is_said() -> None:

@@ -236,5 +236,6 @@ def test_a_run_alone_has_a_report(make_run: MakeRun, tmp_path: Path) -> None:
     assert "paper-seed0: gate paper" in text
     assert "compared" not in text
     assert "Difference" not in text
+    assert "baseline" not in text.replace("relative to the baseline", "").replace("than the baseline", "")
     assert f"{run.loss:.4f}" in text
     assert len(page.named("svg", "figure")) == 3  # losses trained and validated, gate mean

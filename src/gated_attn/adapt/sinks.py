@@ -49,10 +49,10 @@ class _OneToken:
 
 
 def absorb_sink(model: nn.Module, token: int, *, layers: Iterable[int] | None = None) -> nn.Module:
-    """Make the sink token's key and value part of the model, in place: it reads other tokens as it did with `token` in front.
+    """Make the sink token's key and value part of the model, in place: it reads the rest as with `token` in front.
 
-    model(ids) afterwards is model([token, *ids]) before, without its first row; nothing of the token is left in the input, the cache
-    or any activation. The gates are ordinary ones (`SPEC`): `detach` gives the first model back, `save_gates` keeps them.
+    model(ids) afterwards is model([token, *ids]) before, without its first row; nothing of the token is left in the input, the
+    cache or any activation. The gates are ordinary ones (`SPEC`): `detach` gives the first model back, `save_gates` keeps them.
 
     Args:
         model: a causal transformers model with rotary positions, whose attention implementation is sdpa or gated_attn.
@@ -151,7 +151,7 @@ def _check(model: nn.Module, rows: list[Found]) -> None:
     window = next((own for row in rows if (own := getattr(row.module, "sliding_window", None))), window)
     if window:
         raise UnsupportedError(
-            f"{type(model).__name__} looks back {window} tokens only, so later tokens never saw the sink; a gate would show it to them"
+            f"{type(model).__name__} looks back {window} tokens only, so later tokens never saw the sink as a gate would show it"
         )
     if getattr(config, "_attn_implementation", "sdpa") not in ("sdpa", "gated_attn"):
         raise UnsupportedError(

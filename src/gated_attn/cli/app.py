@@ -72,6 +72,15 @@ def train(
     run(recipe, gate, seed, output, overrides or [], resume=resume, as_json=json)
 
 
+def _layouts(wanted: bool) -> None:
+    if wanted:
+        from gated_attn.cli.convert import layouts
+
+        for name, line in layouts().items():
+            print(f"{name:12} {line}")
+        raise typer.Exit
+
+
 @app.command()
 def convert(
     source: Annotated[Path, typer.Argument(metavar="SRC", help="A folder with config.json and safetensors.")],
@@ -80,6 +89,7 @@ def convert(
     from_layout: Annotated[str | None, typer.Option("--from", metavar="LAYOUT", help="The layout of SRC [default: what its config.json records, or what transformers reads for its model_type].")] = None,
     width: Annotated[str | None, typer.Option(help="headwise or elementwise [default: what config.json records, or what gates of its model_type are].")] = None,
     modules: Annotated[str, typer.Option(metavar="REGEX", help="Convert only attention modules whose path matches; copy the others.")] = "",
+    layouts: Annotated[bool, typer.Option("--layouts", callback=_layouts, is_eager=True, help="Say what each layout is, and exit.")] = False,
     json: Json = False,
 ) -> None:  # fmt: skip
     """Rewrite a checkpoint in another gate layout.

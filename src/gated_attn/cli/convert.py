@@ -7,6 +7,8 @@ from dataclasses import asdict
 from pathlib import Path
 
 from gated_attn.hf.convert import convert_checkpoint
+from gated_attn.hf.layouts import LAYOUTS
+from gated_attn.hf.native import ROWS
 
 
 def run(
@@ -28,3 +30,13 @@ def run(
     for note in done.notes:
         print(f"note: {note}")
     print(f"checkpoint: {target}")
+
+
+def layouts() -> dict[str, str]:
+    """Layout -> its tensors, the order of their rows, and who stores gates so: one line each."""
+    return {name: f"{layout}   {', '.join(_users(name, layout.by))}" for name, layout in LAYOUTS.items()}
+
+
+def _users(name: str, other: str) -> list[str]:
+    own = [row.name for row in ROWS if row.model_types and name in row.reads]
+    return [*own, *([other] if other else [])]

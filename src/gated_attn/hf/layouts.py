@@ -62,12 +62,14 @@ class Layout:
         tensors: key -> the tensor's blocks.
         names: key -> the name of the submodule that holds the tensor, in the projects that use the layout; also of `out`.
         widths: the gates that it can hold.
+        by: which other project stores its gates so; for families of transformers `native.ROWS` says it.
     """
 
     name: str
     tensors: Mapping[str, Blocks]
     names: Mapping[str, str]
     widths: tuple[str, ...] = WIDTHS
+    by: str = ""
 
     @property
     def fused(self) -> str | None:
@@ -78,6 +80,19 @@ class Layout:
     def roles(self) -> dict[str, tuple[str, ...]]:
         """Key -> the roles in that tensor."""
         return {key: tuple(role for _, block in blocks for role in block) for key, blocks in self.tensors.items()}
+
+    def __str__(self) -> str:
+        """Its tensors by name and the order of their rows, such as `q_proj = [q gate] per head; k_proj; v_proj`."""
+        units = {"head": "[{}] per head", "group": "[{}] per KV group", "all": "all {}"}
+        parts = []
+        for key, blocks in self.tensors.items():
+            rows = ", then ".join(
+                units["all"].format(", then all ".join(roles)) if unit == "all" else units[unit].format(" ".join(roles))
+                for unit, roles in blocks
+            )
+            parts.append(self.names[key] + (f" = {rows}" if rows != f"all {key}" else ""))
+        only = "" if self.widths == WIDTHS else f" ({', '.join(self.widths[:-1])} only)"
+        return "; ".join(parts) + only
 
     def rows(self, key: str, sizes: Sizes, width: str) -> int:
         """Rows of one tensor."""
@@ -93,25 +108,25 @@ _APART = {"q": (("all", ("q",)),), "gate": (("all", ("gate",)),), **_KV}
 LAYOUTS: dict[str, Layout] = {
     layout.name: layout
     for layout in (
-        # gated_attn.attach
-        Layout("separate", _APART, {**_HF, "gate": "attn_gate.proj"}),
-        # flash-linear-attention
-        Layout("g_proj", _APART, {**_HF, "gate": "g_proj"}),
+        Layout("separate", _APART, {**_HF, "gate": "attn_gate.proj"}, by="gated_attn.attach"),
+        Layout("g_proj", _APART, {**_HF, "gate": "g_proj"}, by="flash-linear-attention"),
         Layout("gate_proj", _APART, {**_HF, "gate": "gate_proj"}),
-        # OLMo-core
-        Layout("w_g", _APART, {**_OLMO, "gate": "w_g"}),
+        Layout("w_g", _APART, {**_OLMO, "gate": "w_g"}, by="OLMo-core"),
         Layout("per_head", {"q": (("head", ("q", "gate")),), **_KV}, _HF),
-        # the paper's code, github.com/qiuzh20
-        Layout("per_kv_group", {"q": (("group", ("q", "gate")),), **_KV}, _HF),
-        # one widened q_proj, cut in two
-        Layout("flat", {"q": (("all", ("q", "gate")),), **_KV}, _HF),
-        # Megatron (elementwise)
-        Layout("group_qgkv", {"qkv": (("group", ("q", "gate", "k", "v")),)}, _MEGATRON),
-        # Megatron dev, head_wise_attn_gate
-        Layout("tail_rows", {"qkv": (("group", ("q", "k", "v")), ("all", ("gate",)))}, _MEGATRON, ("headwise", "none")),
+        Layout(
+            "per_kv_group", {"q": (("group", ("q", "gate")),), **_KV}, _HF, by="the paper's code, github.com/qiuzh20"
+        ),
+        Layout("flat", {"q": (("all", ("q", "gate")),), **_KV}, _HF, by="one widened q_proj, cut in two"),
+        Layout("group_qgkv", {"qkv": (("group", ("q", "gate", "k", "v")),)}, _MEGATRON, by="Megatron-LM"),
+        Layout(
+            "tail_rows",
+            {"qkv": (("group", ("q", "k", "v")), ("all", ("gate",)))},
+            _MEGATRON,
+            ("headwise", "none"),
+            by="Megatron-LM's head_wise_attn_gate",
+        ),
     )
 }
-"""Comments name the projects; which families of transformers store their gates so is in `native.ROWS`."""
 
 
 def named(name: str) -> Layout:

@@ -86,6 +86,7 @@ def pictures_of(record: HealthRecord) -> list[Picture]:
     """A heatmap of gates by steps for each number."""
     points = spread(record.points, STEPS)
     names = _names(record)
+    group, labels = shortened(names)
     made = []
     for term, told in shown_terms(record).items():
         tables = [{gate.name: value_of(gate, term.key) for gate in point.gates} for point in points]
@@ -95,12 +96,26 @@ def pictures_of(record: HealthRecord) -> list[Picture]:
                 Cell(values[name], f"{name}, step {point.step}") if name in values else None
                 for point, values in zip(points, tables, strict=True)
             ]
-            rows.append(Row(name, tuple(cells), name))
+            rows.append(Row(labels[name], tuple(cells), name))
         columns = tuple(f"{point.step}" for point in points)
         grid = Grid("", columns, tuple(rows), form=term.form, corner="gate")
-        fixed = (0.0, 1.0) if term.key in ("below", "above") else (min(0.0, *grid.values, 0.0), None)
-        made.append(Picture(term.key, term.title, term.definition_key, told, (("", tuple(scaled([grid], *fixed))),)))
+        bottom = min(0.0, *grid.values, 0.0)
+        top = None if term.key in NORMS else max(1.0, *grid.values, 1.0)
+        grids = tuple(scaled([grid], bottom, top))
+        made.append(Picture(term.key, term.title, term.definition_key, told, ((group, grids),)))
     return made
+
+
+def shortened(names: Sequence[str]) -> tuple[str, dict[str, str]]:
+    """What all names begin and end with, around a star, and what is left of each: `model.layers.*.attn_gate` and `0`."""
+    words = [name.split(".") for name in names]
+    room = min(map(len, words), default=1) - 1
+    first = next((i for i in range(room) if len({word[i] for word in words}) > 1), room)
+    last = next((i for i in range(room - first) if len({word[-1 - i] for word in words}) > 1), room - first)
+    if len(names) < 2 or not first + last:
+        return "", {name: name for name in names}
+    labels = {name: ".".join(word[first : len(word) - last]) for name, word in zip(names, words, strict=True)}
+    return ".".join([*words[0][:first], "*", *words[0][len(words[0]) - last :]]), labels
 
 
 def _names(record: HealthRecord) -> list[str]:
@@ -154,4 +169,4 @@ def _means(tracks: Sequence[Sequence[Point]]) -> tuple[Point, ...]:
 
 def _shown(picture: Picture) -> dict[str, Any]:
     grids = [(grid.heading, heatmap.html(grid), heatmap.legend(grid), True) for grid in picture.grids]
-    return {"picture": picture, "groups": [("", grids)], "marked": False}
+    return {"picture": picture, "groups": [(picture.groups[0][0], grids)], "marked": False}
