@@ -217,6 +217,8 @@ def test_command_line(shelf, capsys):
     listed = capsys.readouterr().out
     assert str(samples.path("poem")) in listed
     assert "not cached" in listed
+    assert samples.main([]) == 0
+    assert capsys.readouterr().out == listed
 
 
 @pytest.mark.parametrize("sample", SAMPLES.values(), ids=SAMPLES)

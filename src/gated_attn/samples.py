@@ -282,16 +282,16 @@ def _join(sample: Sample, files: Iterable[Path], folder: Path) -> None:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """`python -m gated_attn.samples list` or `fetch NAME ...`; exit code 1, and why on stderr, if one cannot be had."""
+    """`python -m gated_attn.samples [list]` or `fetch NAME ...`; exit code 1, and why on stderr, if one cannot be had."""
     parser = argparse.ArgumentParser(
         prog="python -m gated_attn.samples", description="Real models and texts for gated-attn."
     )
-    commands = parser.add_subparsers(dest="command", required=True)
-    commands.add_parser("list", help="every sample, and where it is cached")
+    commands = parser.add_subparsers(dest="command")
+    commands.add_parser("list", help="every sample, and where it is cached (the default)")
     fetching = commands.add_parser("fetch", help="download samples into the cache, unless they are there")
     fetching.add_argument("names", nargs="+", metavar="NAME", help=", ".join(SAMPLES))
     options = parser.parse_args(arguments)
-    if options.command == "list":
+    if options.command in (None, "list"):
         for name, place in cached().items():
             print(f"{name:12} {SAMPLES[name].inside}\n{'':12} {place or 'not cached'}")
         return 0

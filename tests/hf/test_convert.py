@@ -575,6 +575,10 @@ def test_the_command(tmp_path: Path) -> None:
     assert again.exit_code != 0
     assert isinstance(again.exception, CheckpointError)
     assert all(layout in invoke("convert", "--help").stdout for layout in LAYOUTS)
+    told = invoke("convert", "--layouts")
+    assert told.exit_code == 0
+    assert [line.split()[0] for line in told.stdout.splitlines()] == list(LAYOUTS)
+    assert "per_head     q_proj = [q gate] per head; k_proj; v_proj   qwen3_next" in told.stdout
 
 
 def test_a_model_with_attached_gates_goes_there_and_back(tmp_path: Path) -> None:

@@ -320,3 +320,12 @@ def test_headwise_expands_and_collapses_and_a_true_elementwise_gate_does_not() -
             layouts.collapse_elementwise(wide, E)
     with pytest.raises(ShapeError, match=r"\(9, 23\) has no heads of 4 rows"):
         layouts.collapse_elementwise(torch.zeros(9, D), E)
+
+
+def test_a_layout_says_what_its_rows_are() -> None:
+    said = {name: str(layout) for name, layout in LAYOUTS.items()}
+    assert said["separate"] == "q_proj; attn_gate.proj; k_proj; v_proj"
+    assert said["per_kv_group"] == "q_proj = [q gate] per KV group; k_proj; v_proj"
+    assert said["flat"] == "q_proj = all q, then all gate; k_proj; v_proj"
+    assert said["tail_rows"] == "linear_qkv = [q k v] per KV group, then all gate (headwise only)"
+    assert len({*said.values()}) == len(LAYOUTS)
