@@ -155,3 +155,37 @@ def test_refusals(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(MissingExtraError, match=r"needs onnxscript.*gated-attn\[onnx\]"):
         to_onnx(attention("output:headwise"), tmp_path / "x.onnx")
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.slow
+def test_an_attached_model_is_what_torch_itself_exports(tmp_path: Path) -> None:
+    """The refusal says so: the graph gives the model's logits, gates and all."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    from gated_attn.hf.attach import attach
+
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=31, hidden_size=40, num_hidden_layers=2, num_attention_heads=5, num_key_value_heads=5,
+        intermediate_size=29, use_cache=False,
+    )  # fmt: skip
+    model = attach(LlamaForCausalLM(config), "output:headwise").eval()
+    with pytest.raises(UnsupportedError, match=r"LlamaForCausalLM.*torch\.onnx\.export and torch\.export work"):
+        to_onnx(model, tmp_path / "no.onnx")
+    inputs = torch.randint(31, (2, 7)), torch.ones(2, 7, dtype=torch.int64)
+    inputs[1][0, :3] = 0
+    plain = torch.export.export(Logits(model), inputs).module()(*inputs)
+    with writing._quiet():
+        program = torch.onnx.export(Logits(model).eval(), inputs, dynamo=True, opset_version=18, verbose=False)
+    assert program is not None
+    program.save(tmp_path / "llama.onnx")
+    with torch.no_grad():
+        want, mask = Logits(model)(*inputs), inputs[1].bool()
+    assert torch.equal(plain[mask], want[mask])
+    session = onnxruntime.InferenceSession(tmp_path / "llama.onnx", providers=["CPUExecutionProvider"])
+    got = torch.from_numpy(
+        session.run(
+            None, dict(zip((one.name for one in session.get_inputs()), (t.numpy() for t in inputs), strict=True))
+        )[0]
+    )
+    assert (got - want)[mask].abs().max() <= 1e-4

@@ -22,6 +22,7 @@ from torch import Tensor, nn
 
 from gated_attn.codec import drafted
 from gated_attn.errors import MissingExtraError, UnsupportedError, VerificationError
+from gated_attn.gate import Gate
 from gated_attn.models.decoder import Decoder
 from gated_attn.nn.attention import GatedAttention
 from gated_attn.nn.block import GatedTransformerBlock
@@ -132,8 +133,13 @@ def to_onnx(model: nn.Module, path: str | os.PathLike[str], *, opset: int = OPSE
         _package(package)
     door = next((door for kind, door in DOORS.items() if isinstance(model, kind)), None)
     if door is None:
+        attached = any(isinstance(module, Gate) for module in model.modules())
         raise UnsupportedError(
             f"cannot write a {type(model).__name__} as ONNX; pass one of: {', '.join(kind.__name__ for kind in DOORS)}"
+            + (
+                "; torch.onnx.export and torch.export work on a model with attached gates as on the model itself"
+                * attached
+            )
         )
     if (size := 4 * sum(parameter.numel() for parameter in model.parameters())) > LARGEST:
         raise UnsupportedError(
