@@ -61,6 +61,8 @@ def test_masks_are_bool_or_added_or_a_rule() -> None:
     added = torch.zeros(B, 1, T, S).masked_fill(~keep, torch.finfo(torch.float32).min)
     for name, mask in (("sdpa", keep), ("eager", added), ("sdpa", added.masked_fill(~keep, -torch.inf))):
         assert torch.equal(seen(name, mask), keep[:, 0])
+    half = torch.zeros(B, 1, T, S, dtype=torch.float16).masked_fill(~keep, torch.finfo(torch.float16).min)
+    assert torch.equal(seen("eager", half, output_attentions=True), keep[:, 0])
     rule = create_block_mask(lambda b, h, q, k: k <= q + b, B, None, T, S, device="cpu")
     assert torch.equal(seen("flex_attention", rule), ROW + torch.arange(B)[:, None, None] >= COLUMN)
 

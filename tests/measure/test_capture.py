@@ -370,6 +370,16 @@ def test_a_compiled_model_is_watched_uncompiled() -> None:
         assert totals.first.value(4) == want.attention[name].first.value(4)
 
 
+def test_a_decoder_that_shifts_its_labels_does_not_count_by_the_encoder_s_padding() -> None:
+    model, inputs = spread(tiny.build("t5")), batch("t5", "right")
+    labels = inputs.pop("decoder_input_ids").contiguous()
+    with torch.no_grad(), capture(model) as seen:
+        model(**inputs, labels=labels)
+    queries = {name: totals.queries for name, totals in seen.attention.items()}
+    assert {count for name, count in queries.items() if name.startswith("decoder")} == {2 * labels.shape[1]}
+    assert {count for name, count in queries.items() if name.startswith("encoder")} == {9 + 5}
+
+
 def test_what_capture_does_not_understand_it_refuses() -> None:
     deberta = hf.DebertaV2Model(
         hf.DebertaV2Config(vocab_size=97, hidden_size=24, num_hidden_layers=1, num_attention_heads=4)

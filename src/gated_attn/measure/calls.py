@@ -15,7 +15,17 @@ from gated_attn.errors import UnsupportedError
 from gated_attn.hf.functions import HARMLESS, NAME, PREFIX
 from gated_attn.measure.streaming import Scores
 
-READ = ("dropout", "scaling", "softcap", "s_aux", "position_bias", "sliding_window", "is_causal", "attn_gate")
+READ = (
+    "output_attentions",
+    "dropout",
+    "scaling",
+    "softcap",
+    "s_aux",
+    "position_bias",
+    "sliding_window",
+    "is_causal",
+    "attn_gate",
+)
 PACKED = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
 """Lengths of packed documents, which the mask repeats; flash attention alone reads them instead of a mask."""
 
@@ -67,4 +77,6 @@ def _mask(mask: Any, query: Tensor, keys: int) -> tuple[Tensor | None, Tensor | 
         return mask.bool()[:, None, None, :], None
     if mask.dtype == torch.bool:
         return mask[..., :keys], None
-    return mask[..., :keys] > -1e9, mask[..., :keys].float()
+    # Half of the smallest number in float16, whose masks do not reach -1e9.
+    hides = max(-1e9, torch.finfo(mask.dtype).min / 2)
+    return mask[..., :keys] > hides, mask[..., :keys].float()

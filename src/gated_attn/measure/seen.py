@@ -89,7 +89,13 @@ class Capture:
         ids_BL = self.batch.ids_BL
         class_of = self.chosen.class_of
         self.classes_BLC = None if class_of is None or ids_BL is None else class_of(ids_BL)
-        if self.chosen.shown and self.ids is None and ids_BL is not None and self.batch.tokens is not None:
+        if (
+            self.chosen.shown
+            and self.ids is None
+            and ids_BL is not None
+            and self.batch.tokens
+            and self.batch.tokens.found
+        ):
             row, start, stop = self.batch.tokens.found[0]
             self.ids = ids_BL[row, start : min(stop, start + self.chosen.shown)].cpu()
 
@@ -108,9 +114,8 @@ class Capture:
 
     def side(self, name: str) -> Sequences | None:
         """The sequences that a module's tokens belong to: the decoder's in a decoder of an encoder-decoder model."""
-        return (
-            self.batch.decoder if self.batch.decoder is not None and "decoder" in name.split(".") else self.batch.tokens
-        )
+        two_sides = bool(getattr(getattr(self.model, "config", None), "is_encoder_decoder", False))
+        return self.batch.decoder if two_sides and "decoder" in name.split(".") else self.batch.tokens
 
     def spans(self, row: Found, rows: int, queries: int, keys: int) -> list[Span]:
         """The sequences in a call of an attention module; each row as one sequence where it is not known better."""

@@ -94,7 +94,11 @@ def _sequences(inputs: Mapping[str, Any], side: str) -> Sequences | None:
     given = given.get("full_attention") if isinstance(given, dict) else given
     mask_BL = given if isinstance(given, Tensor) and given.dim() == 2 else None
     if isinstance(given, Tensor) and given.dim() == 4:  # what `generate` makes for a cache of fixed size: (B, 1, T, S)
-        last_BS = given[:, 0, -1] if given.dtype == torch.bool else given[:, 0, -1] > -1e9
+        last_BS = (
+            given[:, 0, -1]
+            if given.dtype == torch.bool
+            else given[:, 0, -1] > max(-1e9, torch.finfo(given.dtype).min / 2)
+        )
         mask_BL = last_BS[:, : int(last_BS.any(0).nonzero().max()) + 1]
     rows, length = tokens.shape[:2]
     cache = inputs.get("cache")  # `past_key_values`, by its name before transformers 5.24

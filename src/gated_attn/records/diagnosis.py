@@ -228,7 +228,7 @@ class Diagnosis(Record):
                 row = {"name": module.name, "layer": module.layer, "kind": module.kind}
                 row |= {part.name: getattr(head, part.name) for part in fields(head)}
                 if gate is not None and len(gate.mean) == len(module.heads):
-                    row["gate_mean"] = gate.mean[module.heads.index(head)]
+                    row["gate_mean"] = gate.mean[head.head]
                 rows.append(row)
         return pandas.DataFrame(rows)
 
