@@ -397,6 +397,35 @@ def test_attached_gates(tmp_path: Path) -> None:
         assert report.error <= report.tolerance
 
 
+def test_attached_gates_without_query_and_key_norms_are_told_what_can_be_done(tmp_path: Path) -> None:
+    """A recipe's switch is no help for a model of transformers; what is said to help does."""
+    from gated_attn.hf.attach import attach, detach
+    from gated_attn.hf.whole import load_pretrained
+
+    config = transformers.LlamaConfig(
+        vocab_size=61, hidden_size=48, intermediate_size=56, num_hidden_layers=2, num_attention_heads=6, num_key_value_heads=2,
+        head_dim=8, max_position_embeddings=77,
+    )  # fmt: skip
+    model = transformers.LlamaForCausalLM(config)
+    for gate, target in (("paper-headwise", "auto"), ("paper", "qwen3_5_text")):
+        wake(attach(model, gate))
+        with pytest.raises(
+            UnsupportedError, match=r"without query and key norms: keep this one with model\.save_pretrained"
+        ) as refusal:
+            export(model, tmp_path / "out", target)
+        assert "qwen3_5_text: qwen3_5_text normalises queries and keys, and the model does not" in str(refusal.value)
+        assert "--set" not in str(refusal.value)
+        assert not (tmp_path / "out").exists()
+        model.save_pretrained(tmp_path / target)
+        assert torch.equal(load_pretrained(tmp_path / target)(tokens()).logits, model(tokens()).logits)
+        detach(model)
+    with pytest.raises(
+        UnsupportedError, match="llama can\n  qwen3: qwen3 normalises queries and keys, and the model does not"
+    ):
+        export(model, tmp_path / "out", "qwen3")
+    assert export(model, tmp_path / "out").target == "llama"
+
+
 def test_qwen3_biases_come_along(tmp_path: Path) -> None:
     for gate, target in (("output:headwise", "lfm3"), ("output:elementwise,bias=1", "qwen3_5_text"), ("none", "qwen3")):
         assert export(qwen3(gate, attention_bias=True), tmp_path / target).target == target

@@ -65,6 +65,7 @@ class Canonical:
         gates: one per layer, None where a layer has none. Factors are in the out projections already.
         folded: whether any were.
         reasons: what the model has that no target can express.
+        own: whether it is a Decoder, which a recipe trains.
     """
 
     sizes: dict[str, Any]
@@ -73,6 +74,7 @@ class Canonical:
     gates: tuple[GateWeights | None, ...]
     folded: bool
     reasons: tuple[str, ...]
+    own: bool
 
     @property
     def dtype(self) -> torch.dtype:
@@ -138,7 +140,7 @@ def canonical(model: nn.Module, context: int | None = None) -> Canonical:
         if factor != 1.0:
             assert factor == 2.0  # the one fold there is
             tensors[f"{i}.o.weight"] = fold_2sigmoid(tensors[f"{i}.o.weight"])
-    return Canonical(sizes, rope, tensors, tuple(gates), folded, tuple(_grouped(reasons)))
+    return Canonical(sizes, rope, tensors, tuple(gates), folded, tuple(_grouped(reasons)), isinstance(model, Decoder))
 
 
 def gate_reasons(spec: GateSpec) -> list[str]:

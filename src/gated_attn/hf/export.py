@@ -220,9 +220,23 @@ def _choose(source: Canonical, target: str) -> str:
         return fits[0]
     if target in fits:
         return target
-    hint = f"; {' and '.join(fits)} can" if fits else ""
+    hint = f"; {' and '.join(fits)} can" if fits else _about_norms(source)
     asked = refused if target == "auto" else {target: refused[target]}
     raise UnsupportedError(f"target={target!r} cannot express this model{hint}", asked)
+
+
+def _about_norms(c: Canonical) -> str:
+    """What can be done where no target fits a model without query and key norms, which all that have a gate have."""
+    if c.qk_norm:
+        return ""
+    if c.own:
+        return "; to have query and key norms, train with --set model.qk_norm=true"
+    if not any(c.gates):
+        return ""
+    return (
+        "; no stock model has a gate without query and key norms: keep this one with model.save_pretrained(folder), which "
+        "gated_attn.hf loads, or train one that has them, such as Qwen3"
+    )
 
 
 def why_not(name: str, c: Canonical) -> list[str]:
@@ -241,7 +255,7 @@ def why_not(name: str, c: Canonical) -> list[str]:
             (target.activation == "softplus" and ungated, f"layers {ungated} have no gate, and softplus(0) is no power of 2"),
             (target.activation and not target.elementwise and _width(c) > 1, f"{name}'s gate has 1 value a head, not {_width(c)}"),
             (target.activation and not target.fused and biased, f"{name}'s gate has no bias"),
-            (target.qk_norm and not c.qk_norm, f"{name} normalises queries and keys, always; use --set model.qk_norm=true"),
+            (target.qk_norm and not c.qk_norm, f"{name} normalises queries and keys, and the model does not"),
             (not target.qk_norm and c.qk_norm, f"{name} does not normalise queries and keys"),
             (not target.partial and rotated != 1, f"{name} rotates every channel of a head, the model a share of {rotated:g}"),
             (lossy, f"{name} stores norm weights less 1, not exact in {c.dtype} ({', '.join(lossy[:2])}); export model.float()"),
