@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ import pytest
 from gated_attn import attach, samples
 from gated_attn.cli.diagnose import brief, run
 from gated_attn.cli.models import load
-from gated_attn.errors import CheckpointError, GatedAttnError, RecipeError, SampleError
+from gated_attn.errors import CheckpointError, GatedAttnError, MissingExtraError, RecipeError, SampleError
 from gated_attn.records import Diagnosis
 from tests.hf import tiny
 from tests.hf.tiny import spread, wake
@@ -55,6 +56,19 @@ def test_it_prints_one_object(folder: Path, tmp_path: Path, capsys: pytest.Captu
     assert 0 < told["gate_mean"] < 1
     assert [row["layer"] for row in told["layers"]] == [0, 1]
     assert told == brief(Diagnosis.load(tmp_path / "out" / "diagnosis.json"))
+    assert told["text"] in (tmp_path / "out" / "report.html").read_text(encoding="utf-8")
+    assert (tmp_path / "out" / "report-gate-mean.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_page_that_cannot_be_drawn_leaves_the_record(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    with pytest.raises(MissingExtraError, match="matplotlib"):
+        call(str(folder), as_json=True, output=tmp_path / "out")
+    told = json.loads(capsys.readouterr().out)
+    assert told == brief(Diagnosis.load(tmp_path / "out" / "diagnosis.json"))
+    assert not (tmp_path / "out" / "report.html").exists()
 
 
 def test_options_choose(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 
 from gated_attn.errors import RecipeError
 
-RECORD = "diagnosis.json"
+RECORD, PAGE = "diagnosis.json", "report.html"
 
 
 def run(
@@ -49,10 +49,16 @@ def run(
         made.save(output / RECORD)
     if as_json:
         print(json.dumps(brief(made), indent=1))
+    else:
+        print(made)
+    if output is None:
         return
-    print(made)
-    if output is not None:
-        print(f"saved: {output / RECORD}")
+    # Last, so that a package which is missing for the page takes nothing else away.
+    from gated_attn.report.diagnosis import write_diagnosis_report
+
+    write_diagnosis_report(made, output / PAGE)
+    if not as_json:
+        print(f"saved: {output / RECORD}, {output / PAGE}")
 
 
 def inputs(
