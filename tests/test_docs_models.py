@@ -88,6 +88,10 @@ def test_the_page_says_what_no_table_says_and_the_readme_leads_to_it() -> None:
         assert words in page
     readme = (PAGE.parent.parent / "README.md").read_text(encoding="utf-8")
     assert "[and more](docs/models.md)" in readme
+    row = next(line for line in readme.splitlines() if "`gated-attn convert" in line)
+    assert "(docs/models.md#layouts-of-checkpoints)" in row
+    assert "`--layouts`" in row
+    assert "\n## Layouts of checkpoints\n" in PAGE.read_text(encoding="utf-8")
 
 
 def write() -> None:
