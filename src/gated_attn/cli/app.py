@@ -163,7 +163,7 @@ def diagnose(
     special: Annotated[bool, typer.Option("--special/--no-special", help="Whether sequences have the tokenizer's special tokens.")] = True,
     dtype: Annotated[str, typer.Option(help="float32, bfloat16, float16; auto: as saved.")] = "auto",
     attention: Annotated[str | None, typer.Option("--attn", help="eager, sdpa, ... [default: the model's].")] = None,
-    output: Annotated[Path | None, typer.Option("--output", "-o", help="Folder for diagnosis.json.")] = None,
+    output: Annotated[Path | None, typer.Option("--output", "-o", help="Folder for diagnosis.json and report.html.")] = None,
     json: Json = False,
 ) -> None:  # fmt: skip
     """Show a model's attention sinks, outliers and gates.
