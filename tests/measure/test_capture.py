@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 import warnings
 from typing import Any
 
+import peft
 import pytest
 import torch
 import transformers as hf
@@ -71,7 +73,7 @@ def near(got: Any, want: Any, tolerance: float = 1e-5) -> None:
 def expected(weights_BHTS: Tensor, spans: list[Span]) -> AttentionTotals:
     totals = AttentionTotals(weights_BHTS.shape[1], 1, sink_tokens=SHORT.sink_tokens, sink_eps=SHORT.sink_eps)
     for span, summary in zip(spans, summarize_weights(weights_BHTS, spans), strict=True):
-        totals.add(summary, torch.zeros(span.stop - span.start, totals.heads, 1), None)
+        totals.add(summary, torch.zeros(span.stop - span.start, totals.heads, 1), None, torch.zeros(()))
     return totals
 
 
@@ -329,20 +331,109 @@ def test_generating_is_the_same_as_reading_it_all(cache: str, padded: str) -> No
             near(getattr(a, number).value(4), getattr(b, number).value(4))
 
 
+@pytest.mark.parametrize("padded", ["", "right"])
 @pytest.mark.parametrize("name", ["t5", "bart"])
-def test_generating_in_a_decoder_is_the_same_as_reading_it_all(name: str) -> None:
+def test_generating_in_a_decoder_is_the_same_as_reading_it_all(name: str, padded: str) -> None:
+    """`generate` calls the encoder by itself, and the model without its tokens."""
     model = spread(tiny.build(name))
-    inputs = {key: value for key, value in batch(name).items() if "decoder" not in key}
+    inputs = {key: value for key, value in batch(name, padded).items() if "decoder" not in key}
     options = {"max_new_tokens": 5, "min_new_tokens": 5, "do_sample": False}
     with torch.no_grad(), capture(model) as seen:
         got = model.generate(**inputs, **options)
     with torch.no_grad(), capture(model) as whole:
         model(**inputs, decoder_input_ids=got[:, :-1])
+    same_numbers(seen, whole)
+
+
+@pytest.mark.parametrize("name", ["mistral", "gemma3"])
+def test_a_window_loses_sight_of_the_first_token_and_not_of_the_sequence(name: str) -> None:
+    model, inputs = spread(tiny.build(name)), batch(name, "left")
+    options = {"max_new_tokens": 6, "min_new_tokens": 6, "do_sample": False, "pad_token_id": 0}
+    with torch.no_grad(), capture(model) as seen:
+        got = model.generate(**inputs, **options)
+    mask = torch.cat([inputs["attention_mask"], torch.ones(2, 5, dtype=torch.long)], 1)
+    with torch.no_grad(), capture(model) as whole:
+        model(input_ids=got[:, :-1], attention_mask=mask)
+    same_numbers(seen, whole)
+    assert all(totals.sequences == 2 for totals in seen.attention.values())
+
+
+def same_numbers(seen: Capture, whole: Capture) -> None:
+    assert seen.attention.keys() == whole.attention.keys()
     for own, b in whole.attention.items():
         a = seen.attention[own]
-        assert a.queries == b.queries, own
-        for number in ("first_all", "entropy", "norm"):
+        assert (a.queries, a.sequences) == (b.queries, b.sequences), own
+        for number in ("first", "first_all", "entropy", "norm", "early"):
             near(getattr(a, number).value(4), getattr(b, number).value(4))
+    for own, stream in whole.streams.items():
+        assert seen.streams[own].tokens == stream.tokens, own
+        near(seen.streams[own].max_abs, stream.max_abs, 1e-4)
+
+
+def test_a_tower_for_images_does_not_count_by_the_text_s_padding() -> None:
+    model = spread(tiny.build("clip"))
+    for length in (9, 17, 20):  # the images have 17 places
+        inputs = batch("clip") | {"input_ids": torch.arange(3, 3 + 2 * length).view(2, length)}
+        inputs["attention_mask"] = torch.ones(2, length, dtype=torch.long)
+        inputs["attention_mask"][1, 5:] = 0
+        with torch.no_grad(), capture(model) as seen:
+            model(**inputs)
+        counts = {("vision" in name, totals.queries) for name, totals in seen.attention.items()}
+        assert counts == {(True, 34), (False, length + 5)}
+        assert {("vision" in name, s.tokens) for name, s in seen.streams.items()} == counts
+
+
+def test_the_base_model_alone_is_watched_anew_each_time() -> None:
+    model, inputs = spread(tiny.build("llama")), batch("llama", "left")
+    with torch.no_grad(), capture(model) as seen:
+        model.model(**inputs)
+        model.model(**inputs)
+    assert set(seen.attention) == {f"model.layers.{i}.self_attn" for i in range(2)}
+    assert {totals.queries for totals in seen.attention.values()} == {28}
+
+
+def test_sound_is_counted_by_the_mask_of_its_frames() -> None:
+    model = spread(tiny.build("wav2vec2"))
+    inputs = batch("wav2vec2") | {"attention_mask": torch.ones(2, 400, dtype=torch.long)}
+    inputs["attention_mask"][1, 200:] = 0
+    frames = int(model._get_feat_extract_output_lengths(torch.tensor(400)))
+    real = frames + int(model._get_feat_extract_output_lengths(torch.tensor(200)))
+    with torch.no_grad(), capture(model) as seen:
+        model(**inputs)
+    assert {totals.queries for totals in seen.attention.values()} == {real} != {2 * frames}
+    assert {totals.tokens for totals in seen.streams.values()} == {real}
+
+
+def test_nan_is_named_where_it_begins() -> None:
+    model = spread(tiny.build("llama"))
+    model.model.layers[1].mlp.down_proj.weight.data[3, 1] = torch.nan
+    told = r"stream behind model\.layers\.1: \d+ of 216 values"
+    with pytest.raises(UnsupportedError, match=told), torch.no_grad(), capture(model):
+        model(**batch("llama"))
+    assert type(model.model.layers[0].self_attn).__name__ == "LlamaAttention"
+
+
+def test_a_watched_model_is_not_copied() -> None:
+    model = spread(tiny.build("llama"))
+    with capture(model), pytest.raises(SpecError, match="copy or pickle it before or after"):
+        copy.deepcopy(model)
+    copy.deepcopy(model)(**batch("llama"))
+
+
+def test_virtual_tokens_are_refused() -> None:
+    config = peft.PrefixTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3)
+    model = peft.get_peft_model(spread(tiny.build("llama")), config)
+    with pytest.raises(UnsupportedError, match="virtual tokens in front"), capture(model):
+        pass
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [{"heads": ()}, {"heads": (1, 1)}, {"heads": (-1,)}, {"queries": (5, 5)}, {"shown": -1}, {"sink_tokens": 0}],
+)
+def test_choices_that_mean_nothing_are_refused(wrong: dict[str, Any]) -> None:
+    with pytest.raises(SpecError, match=f"{next(iter(wrong))}="):
+        Chosen(**wrong)
 
 
 def test_in_bfloat16_scores_are_those_of_its_queries_and_keys() -> None:

@@ -104,6 +104,39 @@ def test_before_and_after_are_paired_and_unlike_things_are_not() -> None:
         diff(before, diagnose(llama(), BATCHES, **{**OPTIONS, "sink_tokens": 8}))
 
 
+def test_only_the_same_layers_and_heads_are_compared() -> None:
+    before = diagnose(llama(), BATCHES, **OPTIONS, layers=[0])
+    with pytest.raises(RecordError, match=r"head 0 of model\.layers\.0\.self_attn is in one of them only"):
+        diff(before, diagnose(llama(), BATCHES, **OPTIONS, layers=[1]))
+    with pytest.raises(RecordError, match="in one of them only"):
+        diff(before, diagnose(llama(), BATCHES, **OPTIONS, layers=[0], heads=[1]))
+
+
+def test_layers_that_share_a_module_have_rows_of_their_own() -> None:
+    model = wake(attach(spread(tiny.build("albert")), "output:headwise"), std=1.0)
+    made = diagnose(model, BATCHES, **OPTIONS)
+    rows = made.rows()
+    assert [row["max_abs"] for row in rows] == [stream.max_abs for stream in made.streams]
+    assert rows[0]["max_abs"] != rows[1]["max_abs"]
+    assert [row["gate_mean"] for row in rows] == [pytest.approx(sum(gate.mean) / 4) for gate in made.gates]
+
+
+def test_chosen_queries_do_not_stand_for_the_first_tokens() -> None:
+    made = diagnose(llama("output:headwise"), BATCHES, **OPTIONS, queries=(4, 9))
+    assert made.view is None
+    assert (made.tokens, made.attention[0].queries) == (45, 15)
+    with pytest.raises(RecipeError, match="no sequence has queries at positions 90 and on"):
+        diagnose(llama(), BATCHES, **OPTIONS, queries=(90, 99))
+
+
+def test_a_first_batch_of_padding_alone_is_passed_over() -> None:
+    empty = {"input_ids": IDS[:1], "attention_mask": torch.zeros(1, 17, dtype=torch.long)}
+    made = diagnose(llama(), [empty, *BATCHES], **OPTIONS)
+    assert (made.tokens, made.sequences) == (45, 3)
+    with pytest.raises(RecipeError, match="hold no real tokens"):
+        diagnose(llama(), [empty], **OPTIONS)
+
+
 def test_a_shut_head_is_dead() -> None:
     model = attach(llama(), "output:headwise")
     first = gates(model)["model.layers.0.self_attn.attn_gate"]
@@ -114,6 +147,8 @@ def test_a_shut_head_is_dead() -> None:
     assert [head.dead for head in made.attention[0].heads] == [False, False, True, True]
     assert not any(head.dead for head in made.attention[1].heads)
     assert made.rows()[0]["dead_heads"] == 2
+    alone = diagnose(model, BATCHES, **OPTIONS, heads=[3, 0])
+    assert [(head.head, head.dead) for head in alone.attention[0].heads] == [(3, True), (0, False)]
     assert DEAD == 0.01
 
 

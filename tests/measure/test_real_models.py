@@ -41,7 +41,7 @@ def test_smollm2_streaming_equals_its_eager_maps_at_512_tokens() -> None:
     for totals, weights in zip(seen.attention.values(), want.attentions, strict=True):
         truth = AttentionTotals(9, 64, sink_tokens=256, sink_eps=0.3)
         (summary,) = summarize_weights(weights, [Span(0, 0, 512, 0, 512)], seen_BTS=torch.ones(1, 512, 512).tril())
-        truth.add(summary, torch.zeros(512, 9, 64), batch["input_ids"][0])
+        truth.add(summary, torch.zeros(512, 9, 64), batch["input_ids"][0], torch.zeros(()))
         for name in ("first", "first_all", "sink", "strongest", "early", "entropy"):
             assert getattr(totals, name).value(9) == pytest.approx(getattr(truth, name).value(9), abs=1e-5), name
         assert totals.strongest_at == truth.strongest_at

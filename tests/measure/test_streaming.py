@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
+from gated_attn.errors import UnsupportedError
 from gated_attn.measure import streaming
 from gated_attn.measure.statistics import first_token_share, normalised_entropy, sink_share, strongest_key
 from gated_attn.measure.streaming import HIDDEN, Scores, Span, Summary, summarize, summarize_weights
-from gated_attn.measure.tokens import Sequences
+from gated_attn.measure.tokens import Batch, Sequences
 
 B, H, K, T, S, E = 2, 6, 3, 29, 31, 8
 FIELDS = ("first_HT", "entropy_HT", "visible_T", "received_HS", "queries_S", "late_HS", "late_queries_S")
@@ -129,15 +131,19 @@ def test_blocks_of_any_size_equal_the_whole_map(case: str, budget: int, monkeypa
     weights, seen = reference(scores)
     whole = [Span(0, 0, T, 0, S), Span(1, 4, 17, 0, S, 2), Span(1, 17, 28, 0, S)]
     parts = [Span(1, 2, 15, 4, 19), Span(1, 15, 29, 19, S, 3)]
+    apart = torch.zeros(1, 1, T, S, dtype=torch.bool)
+    for span in parts:
+        apart[..., span.start : span.stop, span.key_start : span.key_stop] = True
+    scores_apart = replace(scores, keep=apart if scores.keep is None else apart & scores.keep)
+    weights_apart, seen_apart = reference(scores_apart)
     if case == "mask":
         assert not seen.any(-1).all(), "some query sees nothing"
-    found = [*summarize(scores, whole, late=7), *summarize(scores, parts, late=7)]
-    spans = [*whole, *parts]
-    pairs = zip(spans, found, summarize_weights(weights, spans, late=7, seen_BTS=seen), strict=True)
+    found = [*summarize(scores, whole, late=7), *summarize(scores_apart, parts, late=7)]
+    wanted = summarize_weights(weights, whole, late=7, seen_BTS=seen)
+    wanted += summarize_weights(weights_apart, parts, late=7, seen_BTS=seen_apart)
+    pairs = zip([*whole, *parts], found, wanted, strict=True)
     for span, got, want in pairs:
         for name in FIELDS:
-            if name in ("entropy_HT", "visible_T") and span.key_stop - span.key_start < S:
-                continue  # they are of all keys that a query sees
             assert float((getattr(got, name) - getattr(want, name)).abs().max()) <= 1e-5, (name, span)
 
 
@@ -184,18 +190,56 @@ def test_memory_is_a_block_and_not_the_map(monkeypatch: pytest.MonkeyPatch) -> N
     ],
 )
 def test_sequences_are_what_masks_and_positions_say(mask: Any, positions: Any, found: Any) -> None:
-    given = [None if one is None else torch.tensor(one) for one in (mask, positions)]
-    assert Sequences.of(2, 4, *given).found == found
+    given = {"attention_mask": mask, "position_ids": positions}
+    inputs = {name: torch.tensor(value) for name, value in given.items() if value is not None}
+    tokens = Batch.of({"input_ids": torch.zeros(2, 4, dtype=torch.long), **inputs}).tokens
+    assert tokens is not None
+    assert tokens.found == found
+
+
+def test_positions_of_one_row_are_those_of_all() -> None:
+    tokens = Batch.of({"input_ids": torch.zeros(2, 4), "position_ids": torch.tensor([[0, 1, 0, 1]])}).tokens
+    assert tokens is not None
+    assert tokens.found == ((0, 0, 2), (0, 2, 4), (1, 0, 2), (1, 2, 4))
+
+
+@pytest.mark.parametrize("dtype", [torch.bool, torch.float16, torch.float32])
+def test_masks_of_pairs_tell_padding_and_documents(dtype: torch.dtype) -> None:
+    seen = torch.block_diag(torch.ones(5, 5).tril(), torch.ones(7, 7).tril()).bool()[None, None].repeat(2, 1, 1, 1)
+    seen[1, :, :, :2] = False
+    mask = (
+        seen if dtype == torch.bool else torch.zeros(seen.shape, dtype=dtype).masked_fill(~seen, torch.finfo(dtype).min)
+    )
+    tokens = Batch.of({"input_ids": torch.zeros(2, 12), "attention_mask": mask}).tokens
+    assert tokens is not None
+    assert tokens.found == ((0, 0, 5), (0, 5, 12), (1, 2, 5), (1, 5, 12))
+
+
+def test_padding_between_tokens_is_refused() -> None:
+    with pytest.raises(UnsupportedError, match="row 0 has padding between tokens 0 and 4"):
+        Sequences.of(1, 6, torch.tensor([[1, 1, 0, 1, 1, 0]]))
 
 
 def test_queries_behind_a_cache_have_the_positions_of_their_sequence() -> None:
-    left = Sequences.of(2, 7, torch.tensor([[1] * 7, [0, 0, 1, 1, 1, 1, 1]]))
-    assert left.spans(1, 7) == [Span(0, 0, 1, 0, 7, 6), Span(1, 0, 1, 2, 7, 4)]
-    assert left.spans(3, 12) == [Span(0, 0, 3, 0, 7, 4), Span(1, 0, 3, 2, 7, 2)]
+    mask = torch.tensor([[1] * 7, [0, 0, 1, 1, 1, 1, 1]])
+    assert Sequences.of(2, 7, mask, fresh=1).spans(1, 7) == [Span(0, 0, 1, 0, 7, 6), Span(1, 0, 1, 2, 7, 4)]
+    assert Sequences.of(2, 7, mask, fresh=3).spans(3, 12) == [Span(0, 0, 3, 0, 7, 4), Span(1, 0, 3, 2, 7, 2)]
+    # Behind a window the cache keeps the last keys alone.
+    assert Sequences.of(2, 7, mask, fresh=1).spans(1, 4) == [Span(0, 0, 1, 0, 4, 6, 3), Span(1, 0, 1, 0, 4, 4, 1)]
+    left = Sequences.of(2, 7, mask)
     assert left.spans(9, 9) is None
+    assert left.spans(7, 6) is None
     memory = Sequences.of(2, 5, torch.tensor([[1] * 5, [1, 1, 1, 0, 0]]))
     assert left.spans(7, 5, memory) == [Span(0, 0, 7, 0, 5), Span(1, 2, 7, 0, 3)]
     assert left.spans(7, 6, memory) is None
+
+
+def test_many_documents_take_no_more_memory_than_one() -> None:
+    scores = random_scores()
+    spans = [Span(0, i, i + 1, i, i + 1) for i in range(T)]
+    assert streaming._Row(scores, 0, spans, 64, False).received_HNS.shape == (H, 2, S)
+    crossing = [Span(0, 0, 5, 0, S), Span(0, 5, T, 0, S)]
+    assert streaming._Row(scores, 0, crossing, 64, False).received_HNS.shape == (H, 4, S)
 
 
 def test_a_summary_of_nothing_is_nothing() -> None:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import inspect
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -22,6 +22,7 @@ from gated_attn.errors import UnsupportedError
 from gated_attn.hf import families
 from gated_attn.hf.attach import active_gate, attach, detach
 from gated_attn.hf.families import Found
+from gated_attn.hf.modes import evaluating
 from gated_attn.hf.swap import swap, unswap
 from gated_attn.hf.wiring import GATE
 from gated_attn.measure.capture import WATCH, Recorded
@@ -67,7 +68,7 @@ def absorb_sink(model: nn.Module, token: int, *, layers: Iterable[int] | None = 
     _check(model, rows)
     seen = _alone(model, rows, token)
     numbers = None if layers is None else list(layers)
-    with _evaluating(model):
+    with evaluating(model):
         want_BTV = _logits(model, token)
     attach(model, SPEC, layers=numbers)
     with torch.no_grad():
@@ -82,7 +83,7 @@ def absorb_sink(model: nn.Module, token: int, *, layers: Iterable[int] | None = 
             made.sink_key.copy_(one.key_KE.repeat_interleave(made.shape_HG[0] // len(one.key_KE), 0))
             made.fill.fill_HE.copy_(one.value_HE)
     if numbers is None:
-        with _evaluating(model):
+        with evaluating(model):
             _compare(model, want_BTV)
     return model
 
@@ -110,24 +111,12 @@ def _compare(model: nn.Module, want_BTV: Tensor) -> None:
         )
 
 
-@contextlib.contextmanager
-def _evaluating(model: nn.Module) -> Iterator[None]:
-    modes = {module: module.training for module in model.modules()}
-    model.eval()
-    try:
-        with torch.no_grad():
-            yield
-    finally:
-        for module, training in modes.items():
-            module.training = training
-
-
 def _alone(model: nn.Module, rows: list[Found], token: int) -> dict[str, _OneToken]:
     """What the token gives each attention module when it stands one position before the first."""
     device = next(model.parameters()).device
     seen = {row.name: _OneToken() for row in rows}
     with contextlib.ExitStack() as undo:
-        undo.enter_context(_evaluating(model))
+        undo.enter_context(evaluating(model))
         for row in rows:
             swap(row.module, Recorded)
             undo.callback(unswap, row.module)

@@ -69,7 +69,9 @@ def inputs(
     from gated_attn.measure.images import patch_labels
     from gated_attn.measure.texts import python_help, text_batches
 
-    reads_text = model.main_input_name == "input_ids" and not getattr(model.config, "is_encoder_decoder", False)
+    reads_text = model.main_input_name == "input_ids" and not (
+        getattr(model.config, "is_encoder_decoder", False) or hasattr(model.config, "vision_config")
+    )
     if tokenizer is None or not reads_text:
         if text is not None:
             why = "has no tokenizer" if reads_text else f"reads {model.main_input_name}"
@@ -129,7 +131,10 @@ def _numbers(text: str | None, option: str) -> tuple[int, ...] | None:
     try:
         for part in text.split(","):
             first, _, last = part.partition("-")
-            found += range(int(first), int(last or first) + 1)
+            numbers = range(int(first), int(last or first) + 1)
+            if not numbers:
+                raise ValueError
+            found += numbers
     except ValueError:
         raise RecipeError(f"{option} {text!r}: numbers and ranges such as 0-3,7 are wanted") from None
     return tuple(dict.fromkeys(found))

@@ -47,7 +47,10 @@ def load(name: str, *, dtype: str = "auto", attn_implementation: str | None = No
         options = {} if dtype == "auto" else {"dtype": known}
         loaded = Loaded(load_folder(name, **options), _tokenizer(name), str(name))
     if attn_implementation is not None:
-        loaded.model.set_attn_implementation(attn_implementation)
+        try:
+            loaded.model.set_attn_implementation(attn_implementation)
+        except (ValueError, ImportError) as error:
+            raise CheckpointError(f"--attn {attn_implementation}: {error}") from error
     return loaded
 
 

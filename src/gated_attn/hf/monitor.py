@@ -144,7 +144,7 @@ class GateMonitor(TrainerCallback):
         step = state.global_step + 1
         if step != 1 and step % self.every:
             return
-        if getattr(args, "torch_compile", False) or any(_is_compiled(module) for module in model.modules()):
+        if getattr(args, "torch_compile", False) or any(is_compiled(module) for module in model.modules()):
             self._open.enter_context(torch.compiler.set_stance("force_eager"))
         two_sides = bool(getattr(getattr(model, "config", None), "is_encoder_decoder", False))
         for name, gate in self._gates.items():
@@ -313,7 +313,8 @@ def _mask_of(name: str, gate: Watched, two_sides: bool) -> str:
     return MASKS[two_sides and "decoder" in words and not reads_memory]
 
 
-def _is_compiled(module: nn.Module) -> bool:
+def is_compiled(module: nn.Module) -> bool:
+    """Whether the module is compiled, as a wrapper or in place."""
     return isinstance(module, torch._dynamo.OptimizedModule) or module._compiled_call_impl is not None
 
 

@@ -15,6 +15,7 @@ from gated_attn.errors import SpecError, UnsupportedError
 from gated_attn.gate import Gate
 from gated_attn.hf import families, plain
 from gated_attn.hf.attach import attached, out_projection
+from gated_attn.hf.modes import evaluating
 from gated_attn.hf.native import native_gates
 from gated_attn.hf.wiring import OWNER, PLAN, GatedLayer
 
@@ -99,27 +100,20 @@ def verify(model: nn.Module, batch: Mapping[str, Any]) -> Verification:
     for name, gate in found.items():
         if gate.spec.op == "add":
             raise UnsupportedError(f"{name}: {gate.spec} adds, so shutting it proves nothing")
-    modes = {module: module.training for module in model.modules()}
-    model.eval()
-    try:
+    with evaluating(model):
         blocks = {name: _block(blocks_there, name) for name in found}
         outs = {name: _whose_output(model, row, found[name]) for name, row in blocks.items()}
         with _shut(found.values()):
             shut = _outputs(model, batch, outs, found)
         without = _without_gates(model, batch, found, blocks, outs)
-        for name, gate in found.items():
-            position = gate.spec.position
-            seen = shut[name]
-            if not seen:
-                rows.append(Row(name, str(gate.spec), EXPECTED[position], None))
-                continue
+    for name, gate in found.items():
+        position, seen = gate.spec.position, shut[name]
+        deviation = None
+        if seen:
             wanted = without.get(name) or [left for _, left in seen]
-            got = [y for y, _ in seen]
-            deviation = max(float((a - b).abs().max()) if a.numel() else 0.0 for a, b in zip(got, wanted, strict=True))
-            rows.append(Row(name, str(gate.spec), EXPECTED[position], deviation))
-    finally:
-        for module, training in modes.items():
-            module.training = training
+            pairs = zip((y for y, _ in seen), wanted, strict=True)
+            deviation = max(float((a - b).abs().max()) if a.numel() else 0.0 for a, b in pairs)
+        rows.append(Row(name, str(gate.spec), EXPECTED[position], deviation))
     return Verification(tuple(rows))
 
 

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from gated_attn.errors import UnsupportedError
 from gated_attn.hf.functions import HARMLESS, NAME, PREFIX
 from gated_attn.measure.streaming import Scores
+from gated_attn.measure.tokens import hides
 
 READ = (
     "output_attentions",
@@ -77,6 +78,4 @@ def _mask(mask: Any, query: Tensor, keys: int) -> tuple[Tensor | None, Tensor | 
         return mask.bool()[:, None, None, :], None
     if mask.dtype == torch.bool:
         return mask[..., :keys], None
-    # Half of the smallest number in float16, whose masks do not reach -1e9.
-    hides = max(-1e9, torch.finfo(mask.dtype).min / 2)
-    return mask[..., :keys] > hides, mask[..., :keys].float()
+    return mask[..., :keys] > hides(mask.dtype), mask[..., :keys].float()

@@ -13,6 +13,7 @@ Shapes: B batch, T queries, S keys, H heads, K key/value heads, E head width, G 
 from __future__ import annotations
 
 import contextlib
+import inspect
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
@@ -29,12 +30,14 @@ from gated_attn.hf import families, native
 from gated_attn.hf.attach import attached, why_none
 from gated_attn.hf.families import Found
 from gated_attn.hf.functions import PREFIX, Stock
+from gated_attn.hf.monitor import is_compiled
 from gated_attn.hf.store import unwrapped
 from gated_attn.hf.swap import Swapped, swap, unswap
 from gated_attn.hf.wiring import ConfigView, eager_of
 from gated_attn.measure.calls import scores_of
-from gated_attn.measure.seen import AGAIN, Capture, Chosen
-from gated_attn.measure.streaming import Scores, Span, summarize
+from gated_attn.measure.seen import AGAIN, Capture, Chosen, check_finite
+from gated_attn.measure.statistics import head_norms
+from gated_attn.measure.streaming import Scores, Span, Summary, summarize
 from gated_attn.measure.totals import EARLY, AttentionTotals
 
 WATCH = "_gated_attn_watch"
@@ -137,48 +140,74 @@ class _Watch:
         """One call of the attention function."""
         capture, chosen = self.capture, self.capture.chosen
         B, H, T, _ = query.shape
-        scores = scores_of(name, self.row.module, query, key, mask, kwargs)
-        spans = capture.spans(self.row, B, T, key.shape[2])
-        if not spans:
-            return
+        call = _Call(name, self.row.module, query, key, mask, kwargs)
+        spans = capture.spans(self.row, B, T, key.shape[2], call.every.keep)
         out_BTHE = out_BTHE[:, :, :H]
         if self._values_BTHG is not None:
             out_BTHE = out_BTHE * self._values_BTHG
-        every = scores
-        if chosen.heads is not None and max(chosen.heads, default=0) >= H:
-            raise SpecError(f"head {max(chosen.heads)} is not there; {self.row.name} has heads 0 to {H - 1}")
+        own = capture.call(self.row.name)
+        if capture.counts_tokens(own):
+            capture.lengths += [span.stop - span.start for span in spans]
         if chosen.heads is not None:
-            out_BTHE, scores = out_BTHE[:, :, list(chosen.heads)], scores.of_heads(chosen.heads)
+            if max(chosen.heads) >= H:
+                raise SpecError(f"head {max(chosen.heads)} is not there; {self.row.name} has heads 0 to {H - 1}")
+            call.choose(chosen.heads)
         if chosen.queries is not None:
             spans = [cut for span in spans if (cut := _cut(span, *chosen.queries)) is not None]
-        gate: Any = getattr(kwargs.get("attn_gate"), "gate", None)
-        sink = gate is not None and gate.spec.source == "lse"
-        own = capture.call(self.row.name)
+        for span, summary in zip(spans, summarize(call.scores, spans, late=EARLY, lse=call.is_sink), strict=True):
+            self._count(own, call, span, summary, out_BTHE[span.row, span.start : span.stop].detach())
+
+    def _count(self, own: str, call: _Call, span: Span, summary: Summary, out_THE: Tensor) -> None:
+        """One sequence of a call: what its weights came to, and what all heads gave."""
+        capture, chosen = self.capture, self.capture.chosen
+        if summary.visible_T.max() > span.key_stop - span.key_start:
+            raise UnsupportedError(
+                f"{self.row.name}: token {span.key_start} of row {span.row} begins a sequence, by its position ids, and its "
+                f"queries see {int(summary.visible_T.max())} keys where the sequence has {span.key_stop - span.key_start}: "
+                "this model looks across packed documents; pass use_cache=False, or a mask"
+            )
+        check_finite(f"attention of {self.row.name}", out_THE)
+        chosen_THE = out_THE if chosen.heads is None else out_THE[:, list(chosen.heads)]
         if own not in capture.attention:
             capture.attention[own] = AttentionTotals(
-                scores.shape[1], out_BTHE.shape[-1], sink_tokens=chosen.sink_tokens, sink_eps=chosen.sink_eps
+                *chosen_THE.shape[1:], sink_tokens=chosen.sink_tokens, sink_eps=chosen.sink_eps
             )
-        totals, new = capture.attention[own], capture.new_tokens(own)
-        ids_BL = capture.batch.ids_BL if capture.batch.decoder is None else None
-        for span, summary in zip(spans, summarize(scores, spans, late=EARLY, lse=sink), strict=True):
-            if summary.visible_T.max() > span.key_stop - span.key_start:
-                raise UnsupportedError(
-                    f"{self.row.name}: token {span.key_start} of row {span.row} begins a sequence, by its position ids, and its "
-                    f"queries see {int(summary.visible_T.max())} keys where the sequence has {span.key_stop - span.key_start}: "
-                    "this model looks across packed documents; pass use_cache=False, or a mask"
-                )
-            ids_S = None if ids_BL is None else ids_BL[span.row, span.key_start : span.key_stop]
-            fits = ids_S is not None and len(ids_S) == span.key_stop - span.key_start
-            totals.add(summary, out_BTHE[span.row, span.start : span.stop].detach(), ids_S if fits else None)
-            if sink:
-                gate_name, _, again = own.partition(AGAIN)
-                values_THG = _sink_values(gate, query, every, span, summary.lse_HT if every is scores else None)
-                capture.add_gate(f"{gate_name}.attn_gate{AGAIN * bool(again)}{again}", gate.spec, values_THG, span)
-            if chosen.shown and own not in capture.first:
-                capture.first[own] = summary.first_HT[:, : chosen.shown].cpu()
-                capture.patterns[own] = pattern(scores, span, chosen.shown)
-            if new:
-                capture.lengths.append(span.stop - span.start)
+        reads_input, ids_BL = capture.reads_input(self.row), capture.batch.ids_BL
+        ids_S = ids_BL[span.row, span.key_start : span.key_stop] if reads_input and ids_BL is not None else None
+        fits = ids_S is not None and len(ids_S) == span.key_stop - span.key_start
+        capture.attention[own].add(summary, chosen_THE, ids_S if fits else None, head_norms(out_THE).mean())
+        if call.is_sink:
+            gate_name, _, again = own.partition(AGAIN)
+            name = f"{gate_name}.attn_gate{AGAIN * bool(again)}{again}"
+            capture.add_gate(name, call.gate.spec, call.sink_values(span, summary), span)
+        if capture.shows and reads_input and own not in capture.first:
+            capture.first[own] = summary.first_HT[:, : chosen.shown].cpu()
+            capture.patterns[own] = pattern(call.scores, span, chosen.shown)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise SpecError("this model is watched: copy or pickle it before or after the capture, not within")
+
+
+class _Call:
+    """A call of an attention function: its scores, of the chosen heads and of every one, and the gate that it was handed."""
+
+    def __init__(
+        self, name: str, module: nn.Module, query: Tensor, key: Tensor, mask: Any, kwargs: dict[str, Any]
+    ) -> None:
+        self.query = query
+        self.every = self.scores = scores_of(name, module, query, key, mask, kwargs)
+        self.gate: Any = getattr(kwargs.get("attn_gate"), "gate", None)
+        self.is_sink = self.gate is not None and self.gate.spec.source == "lse"
+
+    def choose(self, heads: tuple[int, ...]) -> None:
+        """Look at these heads alone."""
+        self.scores = self.every.of_heads(heads)
+
+    def sink_values(self, span: Span, summary: Summary) -> Tensor:
+        """The values (T, H, G) over one sequence of a gate that is read from the scores, of all heads."""
+        return _sink_values(
+            self.gate, self.query, self.every, span, summary.lse_HT if self.every is self.scores else None
+        )
 
 
 def _sink_values(gate: Any, query: Tensor, scores: Scores, span: Span, lse_HT: Tensor | None) -> Tensor:
@@ -254,6 +283,10 @@ def capture(
         SpecError: a layer or head that is not there; a model that is watched already.
     """
     inner = unwrapped(model)
+    if getattr(getattr(model, "active_peft_config", None), "is_prompt_learning", False):
+        raise UnsupportedError(
+            "this adapter puts virtual tokens in front, which are no sequence's first; take it off, or merge it"
+        )
     rows = attention_modules(inner)
     if layers is not None:
         wanted, there = set(layers), {row.layer for row in rows.values()}
@@ -264,8 +297,7 @@ def capture(
         raise SpecError(f"{watched[0]} is watched already; leave the other capture first, or choose all at once")
     seen = Capture(inner, rows, chosen or Chosen())
     with contextlib.ExitStack() as undo:
-        if model is not inner or any(isinstance(module, torch._dynamo.OptimizedModule) for module in model.modules()):
-            undo.enter_context(torch.compiler.set_stance("force_eager"))
+        undo.enter_context(uncompiled(model))
         _watch_inputs(seen, undo)
         born = {gate.module: (name, gate) for name, gate in native.native_gates(inner).items()}
         for row in rows.values():
@@ -278,11 +310,34 @@ def capture(
         yield seen
 
 
-def _watch_inputs(seen: Capture, undo: contextlib.ExitStack) -> None:
-    def look(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        seen.see_inputs(args, kwargs)
+@contextlib.contextmanager
+def uncompiled(model: nn.Module) -> Iterator[None]:
+    """Meanwhile compiled code runs as it was written, where hooks are seen."""
+    compiled = any(is_compiled(module) for module in model.modules())
+    with torch.compiler.set_stance("force_eager") if compiled else contextlib.nullcontext():
+        yield
 
-    undo.callback(seen.model.register_forward_pre_hook(look, with_kwargs=True).remove)
+
+def _watch_inputs(seen: Capture, undo: contextlib.ExitStack) -> None:
+    """The inputs of the model; of its base model or encoder, when that is called by itself, as `generate` does."""
+    model: Any = seen.model
+    parts = [model, getattr(model, getattr(model, "base_model_prefix", "") or "-", None)]
+    parts += [model.get_encoder()] if seen.two_sides else []
+    inside: list[nn.Module] = []
+
+    def enter(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if not inside and not recomputing():
+            named = inspect.signature(type(module).forward).bind_partial(module, *args, **kwargs).arguments
+            more = named.pop("kwargs", {})
+            seen.see_inputs({**more, **named})
+        inside.append(module)
+
+    def leave(*_: Any) -> None:
+        inside.pop()
+
+    for part in dict.fromkeys(part for part in parts if isinstance(part, nn.Module)):
+        undo.callback(part.register_forward_pre_hook(enter, with_kwargs=True).remove)
+        undo.callback(part.register_forward_hook(leave, always_call=True).remove)
 
 
 def _watch_streams(seen: Capture, undo: contextlib.ExitStack) -> None:

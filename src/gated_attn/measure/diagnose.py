@@ -15,11 +15,13 @@ import torch
 from torch import Tensor, nn
 
 from gated_attn.errors import RecipeError
+from gated_attn.hf.modes import evaluating
 from gated_attn.measure.capture import AGAIN, Capture, Chosen, block_of, capture
 from gated_attn.measure.environment import environment
 from gated_attn.measure.memory import PeakMemory
+from gated_attn.measure.seen import RANGES
 from gated_attn.measure.texts import CLASSES, classifier, written
-from gated_attn.measure.totals import EARLY, AttentionTotals
+from gated_attn.measure.totals import BINS, EARLY, AttentionTotals
 from gated_attn.records import (
     AttentionStat,
     Diagnosis,
@@ -71,7 +73,7 @@ def diagnose(
         layers, heads, queries: only these layers, heads, and positions (start, stop) of queries.
         sink_tokens, sink_eps: T and eps of the sink rate (arXiv:2410.10781: 64, 0.3).
         shown: how many of the first tokens are kept one by one, and `patterns` the heads, (module, head), whose weights are.
-        plain: also time the model unwatched, batch by batch in turn, and compare memory.
+        plain: also time the model unwatched, all batches first, and compare memory.
 
     Raises UnsupportedError, SpecError as `capture`; RecipeError without batches or tokens.
     """
@@ -82,22 +84,16 @@ def diagnose(
     chosen = Chosen(
         None if heads is None else tuple(heads), queries, sink_tokens, sink_eps, CLASSES if class_of else (), class_of, shown
     )  # fmt: skip
-    was = {module: module.training for module in model.modules()}
     seconds = {"plain": 0.0, "watched": 0.0}
     peaks = {"plain": PeakMemory(), "watched": PeakMemory()}
-    model.eval()
-    try:
-        with torch.no_grad():
-            for batch in batches if plain else ():
-                with peaks["plain"]:
-                    seconds["plain"] += _timed(model, batch)
-            with capture(model, layers=layers, chosen=chosen) as seen:
-                for batch in batches:
-                    with peaks["watched"]:
-                        seconds["watched"] += _timed(model, batch)
-    finally:
-        for module, training in was.items():
-            module.training = training
+    with evaluating(model):
+        for batch in batches if plain else ():
+            with peaks["plain"]:
+                seconds["plain"] += _timed(model, batch)
+        with capture(model, layers=layers, chosen=chosen) as seen:
+            for batch in batches:
+                with peaks["watched"]:
+                    seconds["watched"] += _timed(model, batch)
     extra = peaks["watched"].bytes - peaks["plain"].bytes if plain and peaks["plain"].known else None
     made = _record(seen, batches, tokenizer, labels, name, text, patterns)
     return replace(
@@ -127,7 +123,8 @@ def _record(
 ) -> Diagnosis:
     model, chosen = seen.model, seen.chosen
     if not seen.attention:
-        raise RecipeError("the model called none of its attention modules, or the batches hold no real tokens")
+        why = "" if chosen.queries is None else f", or no sequence has queries at positions {chosen.queries[0]} and on"
+        raise RecipeError(f"the model called none of its attention modules, or the batches hold no real tokens{why}")
     config = getattr(model, "config", None)
     attention = tuple(_attention(seen, name, totals, tokenizer, labels) for name, totals in seen.attention.items())
     lengths = seen.lengths
@@ -169,7 +166,7 @@ def _attention(
         "output_norm": totals.norm.value(H),
     }
     norms = [value or 0.0 for value in columns["output_norm"]]
-    least = DEAD * sum(norms) / H
+    least = DEAD * (totals.module_norm.value(1)[0] or 0.0)
     heads = []
     for i, number in enumerate(numbers):
         at = totals.strongest_at[i].most_common(1)
@@ -179,7 +176,7 @@ def _attention(
                 head=number,
                 strongest_position=position,
                 strongest_token=_token_at(position, token, tokenizer, labels),
-                dead=norms[i] < least or not any(norms),
+                dead=norms[i] < least or not norms[i],
                 **{key: values[i] for key, values in columns.items()},
             )
         )
@@ -239,6 +236,8 @@ def _view(
     labels: Sequence[str] | None,
     patterns: Sequence[tuple[str, int]] | None,
 ) -> TokenView | None:
+    if not seen.shows:
+        return None
     if seen.ids is not None:
         tokens = tuple(f"[{token}]" if tokenizer is None else written(tokenizer, token) for token in seen.ids.tolist())
     else:
@@ -297,6 +296,7 @@ def definitions(chosen: Chosen, tokens: int, sequences: int) -> dict[str, str]:
     )
     over = f"{which} of {sequences} sequences, {tokens:,} tokens, padding left out; weights before any gate"
     T, eps = chosen.sink_tokens, chosen.sink_eps
+    ranges = ", ".join(f"{name} {low:g} to {high:g}" for name, (low, high) in RANGES.items())
     return {
         "first_token_share": f"mean of A[t, 0], key 0 being its sequence's first real token, over {over}; query 0 left out "
         "(F-Attn, arXiv:2505.06708)",
@@ -318,12 +318,14 @@ def definitions(chosen: Chosen, tokens: int, sequences: int) -> dict[str, str]:
         "median_abs": "median |x| of the residual stream behind a layer, a mean over sequences",
         "massive": "values of the residual stream with |x| > 100 and |x| >= 1000 times the median |x| of their sequence "
         "(arXiv:2402.17762)",
-        "inf_norm": "max |x| per sequence, a mean over sequences; of the model: the largest over layers (arXiv:2306.12929)",
+        "inf_norm": "max |x| per sequence (of its prompt, where a cache goes on with it), a mean over "
+        "sequences; of the model: the largest over layers (arXiv:2306.12929)",
         "kurtosis": "mean((x - mu)^4) / (std^4 + 1e-6) per sequence, not excess (3 for a Gaussian), a mean over sequences and "
         "layers (arXiv:2306.12929, of layer outputs)",
         "token_norm_ratio": "largest 2-norm of a token's residual stream over the median of its sequence's",
-        "gate_mean": "mean gate value over tokens, heads and channels",
-        "gate_median": "median gate value per head, to 1/2000 of the activation's range",
+        "gate_mean": "mean gate value over tokens and channels, of a head or of all heads",
+        "gate_median": f"median gate value per head, to 1/{BINS} of its activation's range (0 to 1; {ranges}); what lies beyond "
+        "counts at its end",
         "gate_below_01": "share of |g| below 0.1; below_005 and above_095 likewise (g above 0.95)",
         "gate_token_entropy": "-sum_t p ln p / ln n of p = g_t / sum g, g the mean over channels, negative values as 0; 1 is even",
         "gate_by_class": "mean gate over heads and channels of the tokens of a class; a token is in one class by its kind and in "

@@ -9,7 +9,7 @@ Shapes: B batch, T tokens, H heads, E head width, G gate width.
 from __future__ import annotations
 
 import contextlib
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -23,30 +23,14 @@ from gated_attn.hf.attach import out_projection
 from gated_attn.hf.families import Found
 from gated_attn.hf.store import unwrapped
 from gated_attn.hf.wiring import GATE
-from gated_attn.measure.capture import AGAIN, attention_modules
+from gated_attn.measure.capture import AGAIN, attention_modules, uncompiled
+from gated_attn.measure.seen import Calls
 
 Heads = Mapping[tuple[str, int], float]
 """(name of an attention module, head) -> a number. Of a module that layers share, `name#1` is the second call."""
 
 BORN_OUT = {"neomme": "output_projection.o_proj", "inkling2": "o_proj.linear"}
 """Where models with gates of their own have the out projection, if not at `o_proj`."""
-
-
-class Calls:
-    """Numbers the calls of modules within one forward pass of the model, each of several kinds on its own."""
-
-    def __init__(self) -> None:
-        self.made: Counter[tuple[str, str]] = Counter()
-
-    def reset_with(self, model: nn.Module, undo: contextlib.ExitStack) -> None:
-        """Start anew with each forward pass, until `undo` is closed."""
-        undo.callback(model.register_forward_pre_hook(lambda *_: self.made.clear()).remove)
-
-    def name(self, module: str, kind: str = "") -> str:
-        """The name of this call."""
-        number = self.made[kind, module]
-        self.made[kind, module] += 1
-        return f"{module}{AGAIN}{number}" if number else module
 
 
 @contextlib.contextmanager
@@ -124,9 +108,8 @@ def _put(row: Found, per_call: Mapping[str, Mapping[int, float]], calls: Calls) 
     def hook(gate: Gate, args: Any, gate_BTHG: Tensor) -> Tensor:
         values = per_call.get(calls.name(row.name), {})
         B, T, _, G = gate_BTHG.shape
-        gate_BTHG = (
-            gate_BTHG.expand(B, T, H, G).clone() if values else gate_BTHG
-        )  # of a shared gate: for each head its own
+        if values:  # of a shared gate: for each head its own
+            gate_BTHG = gate_BTHG.expand(B, T, H, G).clone()
         for head, value in values.items():
             gate_BTHG[:, :, head] = value
         return gate_BTHG
@@ -161,14 +144,6 @@ def width_of(row: Found) -> tuple[int, int]:
     born = native.row_of(row.module)
     assert born is not None
     return int(families.read(row.module, born.heads)), int(families.read(row.module, born.head_dim))
-
-
-@contextlib.contextmanager
-def uncompiled(model: nn.Module) -> Iterator[None]:
-    """Meanwhile compiled code runs as it was written, where hooks are seen."""
-    compiled = any(isinstance(module, torch._dynamo.OptimizedModule) for module in model.modules())
-    with torch.compiler.set_stance("force_eager") if compiled else contextlib.nullcontext():
-        yield
 
 
 def _by_module(rows: Mapping[str, Found], numbers: Heads) -> dict[str, dict[str, dict[int, float]]]:

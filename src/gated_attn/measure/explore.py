@@ -24,11 +24,13 @@ from gated_attn.gate import Gate
 from gated_attn.hf import native
 from gated_attn.hf.attach import attached
 from gated_attn.hf.families import Found
+from gated_attn.hf.modes import evaluating
 from gated_attn.hf.store import unwrapped
 from gated_attn.hf.swap import swap, unswap
 from gated_attn.measure.calls import scores_of
-from gated_attn.measure.capture import AGAIN, WATCH, Recorded, _sink_values, attention_modules
-from gated_attn.measure.edits import Calls, out_of, uncompiled, width_of
+from gated_attn.measure.capture import AGAIN, WATCH, Recorded, _sink_values, attention_modules, uncompiled
+from gated_attn.measure.edits import out_of, width_of
+from gated_attn.measure.seen import Calls
 from gated_attn.measure.streaming import Scores, Span, summarize
 from gated_attn.measure.texts import written
 
@@ -135,7 +137,6 @@ def read(model: nn.Module, tokenizer: Any, text: str, target: str = "") -> dict[
     return found
 
 
-@torch.no_grad()
 def look(model: nn.Module, inputs: Mapping[str, Any], tokenizer: Any = None) -> View:
     """Run the model on one row of inputs in evaluation mode and keep what every head did; the model is as before afterwards.
 
@@ -145,16 +146,9 @@ def look(model: nn.Module, inputs: Mapping[str, Any], tokenizer: Any = None) -> 
     """
     inner = unwrapped(model)
     eyes = _Eyes(inner, attention_modules(inner))
-    was = {module: module.training for module in model.modules()}
-    model.eval()
-    try:
-        with contextlib.ExitStack() as undo:
-            undo.enter_context(uncompiled(model))
-            eyes.open(undo)
-            out = inner(**inputs)
-    finally:
-        for module, training in was.items():
-            module.training = training
+    with evaluating(model), uncompiled(model), contextlib.ExitStack() as undo:
+        eyes.open(undo)
+        out = inner(**inputs)
     tokens = {"text": _written(tokenizer, inputs.get("input_ids"))}
     if "decoder_input_ids" in inputs:
         tokens["target"] = _written(tokenizer, inputs["decoder_input_ids"])

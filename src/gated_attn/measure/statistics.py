@@ -105,11 +105,6 @@ def share_below(gate: Tensor, threshold: float) -> float:
     return float((gate < threshold).double().mean())
 
 
-def share_above(gate: Tensor, threshold: float) -> float:
-    """Share of gate values strictly above the threshold, in [0, 1]."""
-    return float((gate > threshold).double().mean())
-
-
 def token_entropy(total: Tensor, total_log: Tensor, tokens: int) -> Tensor:
     """How evenly a gate is open over n tokens: -sum_t p ln p / ln n of p_t = g_t / sum g; 0 at one token, 1 even.
 

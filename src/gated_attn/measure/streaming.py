@@ -136,7 +136,8 @@ class Summary:
 
     Fields:
         position: how many tokens of the sequence came before its first query here (a cache holds them).
-        first_HT: A[t, first key of the sequence].
+        gone: how many of the sequence's first keys a cache of fixed size has dropped.
+        first_HT: A[t, first key of the sequence]; 0 where that is gone.
         entropy_HT: -sum_s A ln A in nats; visible_T: how many keys the query sees.
         received_HS: sum over queries of A[t, s]; queries_S: how many of them see the key.
         late_HS, late_queries_S: the same over the queries from position `late` on.
@@ -152,13 +153,14 @@ class Summary:
     late_HS: Tensor
     late_queries_S: Tensor
     lse_HT: Tensor | None = None
+    gone: int = 0
 
 
 @dataclass(frozen=True)
 class Span:
     """One sequence in a batch: its row, and where its queries and its keys lie; `stop`s are exclusive.
 
-    `position` is that of the first query among the sequence's tokens.
+    `position` is that of the first query among the sequence's tokens; `gone` of its first keys are no longer there.
     """
 
     row: int
@@ -167,12 +169,14 @@ class Span:
     key_start: int
     key_stop: int
     position: int = 0
+    gone: int = 0
 
 
 def summarize(scores: Scores, spans: Sequence[Span], *, late: int = 64, lse: bool = False) -> list[Summary]:
     """A `Summary` of each span of a call, in their order; no query is in two, and one in none (padding) counts nowhere.
 
-    Memory: BUDGET, and a few numbers per query and per key.
+    Where spans of a row have keys of their own, queries must see those alone. Memory: BUDGET, and a few numbers per query and per
+    key, however many spans there are.
     """
     found: dict[Span, Summary] = {}
     for row in sorted({span.row for span in spans}):
@@ -185,19 +189,19 @@ class _Row:
     """The sums over one row of a batch."""
 
     def __init__(self, scores: Scores, row: int, spans: list[Span], late: int, lse: bool) -> None:
-        self.spans = spans
+        self.spans, self.lines = spans, _lines(spans)
         _, H, T, S = scores.shape
         empty = scores.q_BHTE.new_zeros((), dtype=torch.float32)
         self.first_HT, self.entropy_HT = empty.new_zeros(H, T), empty.new_zeros(H, T)
         self.lse_HT = empty.new_zeros(H, T) if lse else None
         self.visible_T = empty.new_zeros(T)
         key_T = torch.zeros(T, dtype=torch.long, device=empty.device)
-        # Which queries count for which sum: for each span a line for all of its queries, and one for the late ones.
-        counts_NT = empty.new_zeros(2 * len(spans), T)
-        for i, span in enumerate(spans):
-            key_T[span.start : span.stop] = span.key_start
-            counts_NT[2 * i, span.start : span.stop] = 1
-            counts_NT[2 * i + 1, span.start + max(late - span.position, 0) : span.stop] = 1
+        # Which queries count for which sum: a line for all of a span's queries, and one for the late ones.
+        counts_NT = empty.new_zeros(2 * (max(self.lines) + 1), T)
+        for line, span in zip(self.lines, spans, strict=True):
+            key_T[span.start : span.stop] = S if span.gone else span.key_start
+            counts_NT[2 * line, span.start : span.stop] = 1
+            counts_NT[2 * line + 1, span.start + max(late - span.position, 0) : span.stop] = 1
         self.received_HNS, self.queries_NS = empty.new_zeros(H, len(counts_NT), S), empty.new_zeros(len(counts_NT), S)
         first, last = min(span.start for span in spans), max(span.stop for span in spans)
         for heads, start, stop, scores_HRC, log_HRC in scores.blocks(row, first, last):
@@ -219,13 +223,29 @@ class _Row:
                 self.lse_HT[own, rows] = (top_HR1 - log_HRC.gather(-1, at_HR1))[..., 0]
 
     def summaries(self) -> Iterator[Summary]:
-        for i, span in enumerate(self.spans):
+        for line, span in zip(self.lines, self.spans, strict=True):
             queries, keys = slice(span.start, span.stop), slice(span.key_start, span.key_stop)
             yield Summary(
                 span.position, self.first_HT[:, queries], self.entropy_HT[:, queries], self.visible_T[queries],
-                self.received_HNS[:, 2 * i, keys], self.queries_NS[2 * i, keys], self.received_HNS[:, 2 * i + 1, keys],
-                self.queries_NS[2 * i + 1, keys], None if self.lse_HT is None else self.lse_HT[:, queries],
+                self.received_HNS[:, 2 * line, keys], self.queries_NS[2 * line, keys], self.received_HNS[:, 2 * line + 1, keys],
+                self.queries_NS[2 * line + 1, keys], None if self.lse_HT is None else self.lse_HT[:, queries], span.gone,
             )  # fmt: skip
+
+
+def _lines(spans: Sequence[Span]) -> list[int]:
+    """A number for each span; spans of one number have no key in common, so that their sums may share a line."""
+    taken: list[list[Span]] = []
+    lines = []
+    for span in spans:
+        line = next((i for i, there in enumerate(taken) if all(_apart(span, other) for other in there)), len(taken))
+        taken += [[]] * (line == len(taken))
+        taken[line] = [*taken[line], span]
+        lines.append(line)
+    return lines
+
+
+def _apart(a: Span, b: Span) -> bool:
+    return a.key_stop <= b.key_start or b.key_stop <= a.key_start
 
 
 def summarize_weights(

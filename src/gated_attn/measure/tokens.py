@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from gated_attn.errors import UnsupportedError
 from gated_attn.measure.streaming import Span
 
 
@@ -19,49 +20,74 @@ from gated_attn.measure.streaming import Span
 class Sequences:
     """The sequences of a batch: for each its row, first token and the end (exclusive), of `length` tokens a row.
 
-    A padded row is one sequence without its padding; a row of packed documents is several, which position ids that start anew
-    tell apart.
+    The last `fresh` of them are the tokens of this call; the others are in a cache. A padded row is one sequence without its
+    padding; a row of packed documents is several.
     """
 
     rows: int
     length: int
     found: tuple[tuple[int, int, int], ...]
+    fresh: int
 
     @classmethod
-    def of(cls, rows: int, length: int, mask_BL: Tensor | None = None, positions_BL: Tensor | None = None) -> Sequences:
-        """From a mask (1 where real) and position ids, each (B, L), or None."""
+    def of(
+        cls,
+        rows: int,
+        length: int,
+        mask_BL: Tensor | None = None,
+        begins_BL: Tensor | None = None,
+        fresh: int | None = None,
+    ) -> Sequences:
+        """From a mask (true where a token is real), and from where another sequence begins in a row, each (B, L) or None.
+
+        UnsupportedError for padding between real tokens, where nothing says what is one sequence.
+        """
         real_BL = torch.ones(rows, length, dtype=torch.bool) if mask_BL is None else mask_BL.bool().cpu()
-        begins_BL = torch.zeros_like(real_BL)
-        if positions_BL is not None and positions_BL.shape == real_BL.shape:
-            before_BL = positions_BL.cpu()
-            begins_BL[:, 1:] = (before_BL[:, 1:] != before_BL[:, :-1] + 1) & real_BL[:, 1:] & real_BL[:, :-1]
+        begins_BL = torch.zeros_like(real_BL) if begins_BL is None else begins_BL.cpu() & real_BL
         found = []
         for row in range(rows):
             real = real_BL[row].nonzero()[:, 0].tolist()
             if not real:
                 continue
-            starts = [real[0], *begins_BL[row].nonzero()[:, 0].tolist()]
-            found += [(row, a, b) for a, b in zip(starts, [*starts[1:], real[-1] + 1], strict=True)]
-        return cls(rows, length, tuple(found))
+            first, last = real[0], real[-1]
+            if len(real) <= last - first:
+                raise UnsupportedError(
+                    f"row {row} has padding between tokens {first} and {last}: nothing says what is one sequence; pad at an end"
+                )
+            starts = [first, *(start for start in begins_BL[row].nonzero()[:, 0].tolist() if start > first)]
+            found += [(row, a, b) for a, b in zip(starts, [*starts[1:], last + 1], strict=True)]
+        return cls(rows, length, tuple(found), length if fresh is None else fresh)
 
     def spans(self, queries: int, keys: int, memory: Sequences | None = None) -> list[Span] | None:
         """Where each sequence's queries and keys lie in an attention call of these sizes; None where they are of another kind.
 
-        The queries are the last `queries` tokens; with a cache of fixed size there are more keys than tokens. With a `memory`
-        the keys are its tokens instead.
+        With a cache of fixed size there are more keys than tokens, or, behind a window, the last ones alone. With a `memory` the
+        keys are its tokens instead.
         """
-        source = self if memory is None else memory
-        if queries > self.length or keys < source.length or (memory is not None and keys != memory.length):
+        cached = self.fresh < self.length
+        if queries != self.fresh or (memory is None and keys < self.length and not cached):
             return None
-        offset = self.length - queries
-        whole = {row: (start, stop) for row, start, stop in source.found}
+        if memory is not None and keys != memory.length:
+            return None
+        offset, lost = self.length - queries, max(self.length - keys, 0)
+        whole = {row: (start, stop) for row, start, stop in memory.found} if memory is not None else {}
         spans = []
         for row, start, stop in self.found:
             if stop <= offset or (memory is not None and row not in whole):
                 continue
-            key_start, key_stop = (start, stop) if memory is None else whole[row]
             first = max(start, offset)
-            spans.append(Span(row, first - offset, stop - offset, key_start, key_stop, first - start))
+            place = Span(
+                row,
+                first - offset,
+                stop - offset,
+                max(start - lost, 0),
+                stop - lost,
+                first - start,
+                max(lost - start, 0),
+            )
+            if memory is not None:
+                place = Span(row, place.start, place.stop, *whole[row], place.position)
+            spans.append(place)
         return spans
 
 
@@ -69,43 +95,61 @@ class Sequences:
 class Batch:
     """What a model was called with, as far as it tells tokens apart: encoder (or only) and decoder side."""
 
-    tokens: Sequences | None
-    decoder: Sequences | None
-    ids_BL: Tensor | None
-    decoder_ids_BL: Tensor | None
+    tokens: Sequences | None = None
+    decoder: Sequences | None = None
+    ids_BL: Tensor | None = None
 
     @classmethod
     def of(cls, inputs: Mapping[str, Any]) -> Batch:
         """From the keywords of a transformers model's forward."""
-        return cls(
-            _sequences(inputs, ""),
-            _sequences(inputs, "decoder_"),
-            inputs.get("input_ids"),
-            inputs.get("decoder_input_ids"),
-        )  # fmt: skip
+        return cls(_sequences(inputs, ""), _sequences(inputs, "decoder_"), inputs.get("input_ids"))
 
 
 def _sequences(inputs: Mapping[str, Any], side: str) -> Sequences | None:
     """Of the encoder's (or only) side, or of the one whose keywords begin with `decoder_`."""
-    tokens, given = inputs.get(f"{side}input_ids"), inputs.get(f"{side}attention_mask")
+    tokens, mask = inputs.get(f"{side}input_ids"), inputs.get(f"{side}attention_mask")
     tokens = inputs.get(f"{side}inputs_embeds") if tokens is None else tokens
-    if tokens is None:
-        return None
-    given = given.get("full_attention") if isinstance(given, dict) else given
-    mask_BL = given if isinstance(given, Tensor) and given.dim() == 2 else None
-    if isinstance(given, Tensor) and given.dim() == 4:  # what `generate` makes for a cache of fixed size: (B, 1, T, S)
-        last_BS = (
-            given[:, 0, -1]
-            if given.dtype == torch.bool
-            else given[:, 0, -1] > max(-1e9, torch.finfo(given.dtype).min / 2)
-        )
-        mask_BL = last_BS[:, : int(last_BS.any(0).nonzero().max()) + 1]
-    rows, length = tokens.shape[:2]
+    mask = mask.get("full_attention") if isinstance(mask, dict) else mask
+    flat_BL = mask if isinstance(mask, Tensor) and mask.dim() == 2 else None
+    if tokens is None:  # a decoder that goes on is told of its memory by the mask alone
+        return None if flat_BL is None else Sequences.of(flat_BL.shape[0], flat_BL.shape[1], flat_BL)
+    rows, fresh = tokens.shape[:2]
+    if isinstance(mask, Tensor) and mask.dim() == 4:
+        return _of_pairs(mask, rows, fresh)
     cache = inputs.get("cache")  # `past_key_values`, by its name before transformers 5.24
     cache = inputs.get("past_key_values") if cache is None else cache
     writes = side == "decoder_" or inputs.get("decoder_input_ids") is None
-    if mask_BL is None and cache is not None and writes:
+    length = fresh
+    if flat_BL is not None:
+        length = flat_BL.shape[1]
+    elif cache is not None and writes:
         length += int(cache.get_seq_length())  # asked before the cache takes the new tokens
-    return Sequences.of(
-        rows, length if mask_BL is None else mask_BL.shape[1], mask_BL, inputs.get(f"{side}position_ids")
-    )
+    positions_BL = inputs.get(f"{side}position_ids")
+    begins_BL = None
+    if positions_BL is not None and positions_BL.dim() == 2 and positions_BL.shape[1] == length:
+        places_BL = positions_BL.cpu().expand(rows, -1)
+        before_BL = torch.ones(rows, length, dtype=torch.bool) if flat_BL is None else flat_BL.bool().cpu()
+        begins_BL = torch.zeros(rows, length, dtype=torch.bool)
+        begins_BL[:, 1:] = (places_BL[:, 1:] != places_BL[:, :-1] + 1) & before_BL[:, :-1]
+    return Sequences.of(rows, length, flat_BL, begins_BL, fresh)
+
+
+def _of_pairs(mask_BHTS: Tensor, rows: int, fresh: int) -> Sequences:
+    """From a mask of queries and keys: a token that sees itself is real, and one that does not see the one before it begins anew.
+
+    With a cache, where there are more keys than queries, from what the last query sees.
+    """
+    seen_BTS = mask_BHTS[:, 0] if mask_BHTS.dtype == torch.bool else mask_BHTS[:, 0] > hides(mask_BHTS.dtype)
+    seen_BTS = seen_BTS.expand(rows, -1, -1).cpu()
+    if seen_BTS.shape[1] == seen_BTS.shape[2]:
+        begins_BL = torch.zeros(rows, fresh, dtype=torch.bool)
+        begins_BL[:, 1:] = ~seen_BTS.diagonal(-1, 1, 2)
+        return Sequences.of(rows, fresh, seen_BTS.diagonal(0, 1, 2), begins_BL)
+    last_BS = seen_BTS[:, -1]
+    length = int(last_BS.any(0).nonzero().max()) + 1
+    return Sequences.of(rows, length, last_BS[:, :length], fresh=fresh)
+
+
+def hides(dtype: torch.dtype) -> float:
+    """What is added to the score of a hidden key is at most this; half of the smallest number in float16, which has no -1e9."""
+    return max(-1e9, torch.finfo(dtype).min / 2)

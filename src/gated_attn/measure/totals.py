@@ -17,6 +17,7 @@ from gated_attn.measure.statistics import (
     effective_rank,
     first_token_share,
     gram,
+    head_norms,
     kurtosis,
     massive,
     max_abs,
@@ -64,10 +65,14 @@ class AttentionTotals:
         self.first, self.first_all, self.sink, self.sink_rate = Mean(), Mean(), Mean(), Mean()
         self.strongest, self.early, self.entropy, self.norm = Mean(), Mean(), Mean(), Mean()
         self.strongest_at: list[Counter[tuple[int, int]]] = [Counter() for _ in range(heads)]
+        self.module_norm = Mean()
         self.gram_HEE = torch.zeros(heads, head_dim, head_dim, dtype=torch.float64)
 
-    def add(self, summary: Summary, out_THE: Tensor, ids_S: Tensor | None) -> None:
-        """One sequence: what its weights came to, what the heads gave, and the keys' token numbers if there are some."""
+    def add(self, summary: Summary, out_THE: Tensor, ids_S: Tensor | None, module_norm: Tensor) -> None:
+        """One sequence: what its weights came to, what the heads gave, the keys' token numbers if there are some.
+
+        `module_norm`: the mean norm of what all heads of the module gave, chosen or not.
+        """
         T, before = summary.first_HT.shape[-1], summary.position
         self.sequences += before == 0
         self.queries += T
@@ -84,10 +89,11 @@ class AttentionTotals:
         if counted:
             self.entropy.add(normalised_entropy(summary.entropy_HT, summary.visible_T), counted)
         if bool(summary.late_queries_S.any()):
-            early = slice(0, EARLY)
+            early = slice(0, max(EARLY - summary.gone, 0))
             share_H, _ = strongest_key(summary.late_HS[:, early], summary.late_queries_S[early])
             self.early.add(share_H, float(summary.late_queries_S.max()))
-        self.norm.add(out_THE.float().norm(dim=-1).mean(0), T)
+        self.norm.add(head_norms(out_THE), T)
+        self.module_norm.add(module_norm.reshape(1), T)
         self.gram_HEE += gram(out_THE).cpu()
 
     def _add_strongest(self, summary: Summary, ids_S: Tensor | None) -> None:
@@ -113,12 +119,14 @@ class StreamTotals:
         self.kurtoses: list[float] = []
         self.medians: list[float] = []
 
-    def add(self, x_TD: Tensor) -> None:
-        """One sequence."""
+    def add(self, x_TD: Tensor, *, whole: bool) -> None:
+        """One sequence; if not `whole`, tokens that a cache's sequence goes on with, which count where numbers are per token."""
         self.tokens += len(x_TD)
         self.massive += massive(x_TD)
         largest = max_abs(x_TD)
         self.max_abs = max(self.max_abs, largest)
+        if not whole:
+            return
         self.inf_norms.append(largest)
         self.kurtoses.append(kurtosis(x_TD))
         self.medians.append(float(x_TD.abs().float().median()))

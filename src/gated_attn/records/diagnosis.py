@@ -189,15 +189,11 @@ class Diagnosis(Record):
 
     def rows(self) -> list[dict[str, Any]]:
         """One row per attention module: means over its heads, and the layer's residual stream and gate beside it."""
-        streams = {stream.layer: stream for stream in self.streams}
-        names = {stream.name: stream for stream in self.streams}
         rows = []
         for module in self.attention:
-            inside = [
-                stream for name, stream in names.items() if module.name.startswith(f"{name}.") or name == module.name
-            ]
-            stream = max(inside, key=lambda one: len(one.name)) if inside else streams.get(module.layer)
-            gates = [gate for gate in self.gates if gate.name.startswith(f"{module.name}.")]
+            around = [stream for stream in self.streams if _holds(stream.name, module.name)]
+            stream = max(around, key=lambda one: len(one.name)) if around else None
+            gates = [gate for gate in self.gates if _holds(module.name, gate.name)]
             heads = {name: mean(getattr(head, name) for head in module.heads) for name in HEAD_NUMBERS}
             place = strongest_of(module)
             rows.append({
@@ -218,22 +214,25 @@ class Diagnosis(Record):
             import pandas
         except ModuleNotFoundError as error:
             raise MissingExtraError("pandas", "pandas", "to_pandas()") from error
-        own = {gate.name.rpartition(".attn_gate")[0] or gate.name: gate for gate in self.gates}
         rows = []
         for module in self.attention:
-            gate = next(
-                (one for name, one in own.items() if name == module.name or name.startswith(f"{module.name}.")), None
-            )
+            gate = next((gate for gate in self.gates if _holds(module.name, gate.name)), None)
             for head in module.heads:
                 row = {"name": module.name, "layer": module.layer, "kind": module.kind}
                 row |= {part.name: getattr(head, part.name) for part in fields(head)}
-                if gate is not None and len(gate.mean) == len(module.heads):
+                if gate is not None and head.head < len(gate.mean) > 1:
                     row["gate_mean"] = gate.mean[head.head]
                 rows.append(row)
         return pandas.DataFrame(rows)
 
     def __str__(self) -> str:
         return table(self)
+
+
+def _holds(outer: str, inner: str) -> bool:
+    """Whether a module is another or is inside it, both in the same of their calls (`name#1`)."""
+    (place, _, call), (name, _, other) = outer.partition("#"), inner.partition("#")
+    return call == other and (name == place or name.startswith(f"{place}."))
 
 
 SUMMARY = (
@@ -267,8 +266,10 @@ def table(diagnosis: Diagnosis) -> str:
         else f"{diagnosis.shortest} to {diagnosis.longest}"
     )
     lines = [
-        head,
-        f"{diagnosis.text}: {diagnosis.tokens:,} tokens in {diagnosis.sequences} sequences of {length}",
+        *textwrap.wrap(head, 80),
+        *textwrap.wrap(
+            f"{diagnosis.text}: {diagnosis.tokens:,} tokens in {diagnosis.sequences} sequences of {length}", 80
+        ),
         "",
         "layer kind   first sinks strongest at      entropy  rank  max |x|"
         + ("   gate  <0.1" if gated else "  kurtosis"),
@@ -308,7 +309,8 @@ def _wrapped(parts: Iterable[str], width: int) -> list[str]:
 def number(value: float | None, form: str) -> str:
     """The number in this form, or a dash as wide."""
     width = int("".join(ch for ch in form.split(".")[0] if ch.isdigit()) or 1)
-    return f"{'-':>{width}}" if value is None else format(value, form)
+    told = "-" if value is None else format(value, form)
+    return f"{told:>{width}}" if value is None or len(told) <= width else f"{value:>{width}.1e}"
 
 
 @dataclass(frozen=True)
@@ -358,6 +360,12 @@ def diff(before: Diagnosis, after: Diagnosis) -> Difference:
                 f"these two do not compare: {name} is {str(getattr(before, name))[:80]!r} before and "
                 f"{str(getattr(after, name))[:80]!r} after; diagnose both on the same text with the same options"
             )
+    mine, theirs = ({(m.name, h.head) for m in one.attention for h in m.heads} for one in (before, after))
+    if mine != theirs:
+        name, head = min(mine ^ theirs)
+        raise RecordError(
+            f"these two do not compare: head {head} of {name} is in one of them only; diagnose the same layers and heads"
+        )
     pairs = zip(before.summary().items(), after.summary().values(), strict=True)
     changes = tuple(Change(name, old, new) for (name, old), new in pairs)
     there = {(module.name, head.head): head for module in after.attention for head in module.heads}
@@ -367,6 +375,5 @@ def diff(before: Diagnosis, after: Diagnosis) -> Difference:
         )
         for module in before.attention
         for head in module.heads
-        if (module.name, head.head) in there
     }
     return Difference(changes, heads)
