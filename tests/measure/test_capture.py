@@ -338,10 +338,12 @@ def test_generating_in_a_decoder_is_the_same_as_reading_it_all(name: str, padded
     model = spread(tiny.build(name))
     inputs = {key: value for key, value in batch(name, padded).items() if "decoder" not in key}
     options = {"max_new_tokens": 5, "min_new_tokens": 5, "do_sample": False}
+    turned = {key: value.flip(0) for key, value in inputs.items()}
     with torch.no_grad(), capture(model) as seen:
-        got = model.generate(**inputs, **options)
+        got = [model.generate(**one, **options) for one in (inputs, turned)]
     with torch.no_grad(), capture(model) as whole:
-        model(**inputs, decoder_input_ids=got[:, :-1])
+        for one, ids in zip((inputs, turned), got, strict=True):
+            model(**one, decoder_input_ids=ids[:, :-1])
     same_numbers(seen, whole)
 
 
