@@ -21,8 +21,8 @@ setup: $(STAMP) ## make .venv and install the tested set of packages (again only
 # torch goes first and alone: whichever build of the pinned release this machine's pip is set up for is then kept.
 $(STAMP): pyproject.toml constraints.txt
 	@echo "==> setup: making .venv with $(PYTHON) and installing gated-attn[lab,dev], pinned by constraints.txt"
-	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' || \
-		{ echo "setup: $(PYTHON) is missing or older than Python 3.10; name another one: make setup PYTHON=python3.12" >&2; exit 1; }
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
+		{ echo "setup: $(PYTHON) is missing or older than Python 3.11; name another one: make setup PYTHON=python3.12" >&2; exit 1; }
 	@test -x $(BIN)/python || $(PYTHON) -m venv .venv || \
 		{ rm -rf .venv; echo "setup: $(PYTHON) cannot make virtual environments; on Debian and Ubuntu: apt-get install python3-venv" >&2; exit 1; }
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check "$$(grep '^torch==' constraints.txt)"

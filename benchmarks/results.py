@@ -38,7 +38,7 @@ def append(benchmark: str, case: str, ours: float, theirs: float, unit: str, rat
             writer.writerow(COLUMNS)
         writer.writerow(
             [
-                datetime.datetime.now(datetime.timezone.utc).date().isoformat(), benchmark, case, f"{ours:.4g}", f"{theirs:.4g}",
+                datetime.datetime.now(datetime.UTC).date().isoformat(), benchmark, case, f"{ours:.4g}", f"{theirs:.4g}",
                 unit, f"{ratio:.3f}", n, torch.get_num_threads(),
                 f"{platform.machine()} {torch.backends.cpu.get_cpu_capability()}, {os.cpu_count()} cores",
                 torch.__version__, __version__,

@@ -5,11 +5,9 @@ Shapes: B batch, T tokens, V vocabulary, D model width, H heads, E head width, G
 
 from __future__ import annotations
 
-import contextlib
-import copy
 import json
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,14 +16,10 @@ import torch
 from torch import Tensor, nn
 
 from gated_attn.codec import drafted
-from gated_attn.errors import MissingExtraError, UnsupportedError, VerificationError, suggestion
+from gated_attn.errors import UnsupportedError, suggestion
 from gated_attn.hf.canonical import LLAMA, NORMS, PROJECTIONS, Canonical, GateWeights, canonical, paths
 from gated_attn.hf.layouts import Sizes, expand_headwise, fold_2sigmoid, join, to_zero_centred
-
-TOLERANCE = 1e-5
-"""Largest difference between source and export that float32 rounding explains, as a share of the largest logit."""
-
-NEW_TOKENS = 16
+from gated_attn.hf.proof import NEW_TOKENS, stock_transformers, verify_export
 
 
 @dataclass(frozen=True)
@@ -135,7 +129,7 @@ def export(
         >>> export(Decoder(config), "out").target
         'lfm3'
     """
-    _transformers()
+    stock_transformers()
     final = Path(folder)
     with drafted(final) as draft:
         source = canonical(model, context)
@@ -145,63 +139,6 @@ def export(
             generation.save_pretrained(draft)
         error, padded, allowed = verify_export(model, draft)
     return ExportReport(final, name, parameters, error, padded, allowed, 2 * NEW_TOKENS, _notes(TARGETS[name], source))
-
-
-@torch.no_grad()
-def verify_export(model: nn.Module, folder: str | os.PathLike[str]) -> tuple[float, float, float]:
-    """(largest error of the logits, the same at the real tokens of a padded batch, what is allowed), all in float32.
-
-    Raises VerificationError for a missing, unexpected or reshaped tensor, a larger error, or a `generate` (with cache) that
-    chooses another token than the source does without one.
-    """
-    with _no_progress_bar():
-        loaded, info = _transformers().AutoModelForCausalLM.from_pretrained(
-            folder, dtype=torch.float32, output_loading_info=True, ignore_mismatched_sizes=True, local_files_only=True
-        )
-    loaded.generation_config = _transformers().GenerationConfig()  # no end of text, no sampling
-    wrong = {kind: sorted(map(str, found)) for kind, found in info.items() if found}
-    if wrong:
-        told = "; ".join(f"{len(found)} {kind}, such as {found[0]}" for kind, found in wrong.items())
-        raise VerificationError(f"transformers does not load the export whole: {told}")
-    source, loaded = copy.deepcopy(model).cpu().float().eval(), loaded.eval()
-    generator = torch.Generator().manual_seed(0)
-    vocab, longest = loaded.config.vocab_size, loaded.config.max_position_embeddings
-    tokens_BT = torch.randint(vocab, (3, min(24, longest)), generator=generator)
-    mask_BT = torch.ones_like(tokens_BT)
-    mask_BT[1, : tokens_BT.shape[1] // 3] = 0
-    mask_BT[2, tokens_BT.shape[1] // 2 :] = 0
-    errors, scale = [], 0.0
-    for mask in (None, mask_BT):
-        want_BTV, got_BTV = (m(input_ids=tokens_BT, attention_mask=mask).logits for m in (source, loaded))
-        real = slice(None) if mask is None else mask.bool()
-        scale = max(scale, float(want_BTV[real].abs().max()))
-        errors.append(float((got_BTV - want_BTV)[real].abs().max()))
-    for kind, error in zip(("random tokens", "a padded batch"), errors, strict=True):
-        if not error <= TOLERANCE * scale:
-            raise VerificationError(
-                f"logits on {kind} differ by up to {error:.3g}, and {TOLERANCE * scale:.3g} is float32 rounding "
-                f"({TOLERANCE:g} of the largest, {scale:.3g})"
-            )
-    _same_tokens(source, loaded, tokens_BT[:2, : max(1, min(5, longest - NEW_TOKENS))])
-    return errors[0], errors[1], TOLERANCE * scale
-
-
-def _same_tokens(source: nn.Module, loaded: Any, prompt_BT: Tensor) -> None:
-    want_BT = prompt_BT
-    for _ in range(NEW_TOKENS):
-        want_BT = torch.cat([want_BT, source(input_ids=want_BT).logits[:, -1:].argmax(-1)], 1)
-    got_BT = loaded.generate(
-        prompt_BT,
-        attention_mask=torch.ones_like(prompt_BT),
-        do_sample=False,
-        use_cache=True,
-        max_new_tokens=NEW_TOKENS,
-    )
-    if not torch.equal(want_BT, got_BT):
-        raise VerificationError(
-            f"greedy generation differs: the source goes on {want_BT[:, prompt_BT.shape[1]:].tolist()}, the export "
-            f"{got_BT[:, prompt_BT.shape[1]:].tolist()}"
-        )  # fmt: skip
 
 
 def _choose(source: Canonical, target: str) -> str:
@@ -307,7 +244,7 @@ def _write(name: str, c: Canonical, folder: Path) -> int:
 
 def _config(name: str, c: Canonical) -> Any:
     """The configuration object of this target."""
-    transformers = _transformers()
+    transformers = stock_transformers()
     options = {**c.sizes, "attention_bias": c.has_bias, **TARGETS[name].options(c)}
     config = transformers.AutoConfig.for_model(name, **options)
     config.architectures = [transformers.models.auto.modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[name]]
@@ -393,24 +330,3 @@ def _width(c: Canonical) -> int:
 def _module(key: str) -> str:
     """`q_norm` of `3.q_norm.weight`."""
     return key.split(".")[-2]
-
-
-@contextlib.contextmanager
-def _no_progress_bar() -> Iterator[None]:
-    logging = _transformers().utils.logging
-    shown = logging.is_progress_bar_enabled()
-    logging.disable_progress_bar()
-    try:
-        yield
-    finally:
-        if shown:
-            logging.enable_progress_bar()
-
-
-def _transformers() -> Any:
-    try:
-        import transformers
-        import transformers.models.auto.modeling_auto
-    except ImportError as error:
-        raise MissingExtraError(str(error.name), "hf", "exporting to transformers") from None
-    return transformers

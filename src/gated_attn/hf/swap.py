@@ -26,9 +26,7 @@ class Swapped:
         return {}
 
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
-        getstate = getattr(self, "__getstate__", None)  # object has it from Python 3.11 on
-        state = self.__dict__ if getstate is None else getstate()
-        return _remake, (self.gated_mixin, self.gated_base), state
+        return _remake, (self.gated_mixin, self.gated_base), self.__getstate__()
 
 
 def _remake(mixin: type[Swapped], base: type[nn.Module]) -> nn.Module:

@@ -20,5 +20,5 @@ def environment() -> dict[str, Any]:
         "machine": f"{platform.machine()}, {os.cpu_count()} cores"
         + (f", {torch.cuda.get_device_name()}" if torch.cuda.is_available() else ""),
         "threads": torch.get_num_threads(),
-        "date": datetime.datetime.now(datetime.timezone.utc).date().isoformat(),
+        "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
     }

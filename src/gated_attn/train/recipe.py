@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import re
-import sys
+import tomllib
 import types
 import typing
 from collections.abc import Iterable, Mapping
@@ -16,7 +16,7 @@ from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
-from gated_attn.errors import MissingExtraError, RecipeError, suggestion
+from gated_attn.errors import RecipeError, suggestion
 
 TASKS = ("text", "backcopy")
 PRECISIONS = ("fp32", "bf16")
@@ -200,13 +200,6 @@ def _folders() -> list[Path]:
 
 
 def _toml(text: str, where: str) -> dict[str, Any]:
-    if sys.version_info >= (3, 11):
-        import tomllib
-    else:
-        try:
-            import tomli as tomllib
-        except ImportError:
-            raise MissingExtraError("tomli", "lab", "reading a recipe on Python 3.10") from None
     try:
         return tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:
