@@ -35,9 +35,10 @@ demo: $(STAMP) ## train a small model on Shakespeare with no gate and two gates,
 	$(BIN)/python -m gated_attn.samples fetch shakespeare
 	$(BIN)/gated-attn compare recipes/demo.toml --gates none,paper-headwise,paper --seeds 3 -o runs/demo
 
+# austen comes last: it is the one that needs apt-get.
 samples: $(STAMP) ## fetch every real text and model that the tests know (450 MB; without them some tests skip)
 	@echo "==> samples: fetching into ~/.cache/gated-attn"
-	$(BIN)/python -m gated_attn.samples fetch shakespeare rxnmapper rxnfp minilm smollm2 dinov2 whisper
+	$(BIN)/python -m gated_attn.samples fetch shakespeare rxnmapper rxnfp minilm smollm2 dinov2 whisper smalltalk austen
 
 test: $(STAMP) ## run the tests, without the slow ones
 	@echo "==> test: every test not marked slow, in two processes"

@@ -49,7 +49,7 @@ def test_types_are_shipped() -> None:
     assert (Path(gated_attn.__file__).parent / "py.typed").exists()
 
 
-@pytest.mark.parametrize("blocked", ["transformers", "accelerate", "typer", "rich", "jinja2"])
+@pytest.mark.parametrize("blocked", ["transformers", "accelerate", "typer", "rich", "jinja2", "yaml"])
 def test_the_core_works_without_the_optional_packages(blocked: str) -> None:
     code = (
         f"import sys; sys.modules[{blocked!r}] = None\n"

