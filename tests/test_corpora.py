@@ -101,10 +101,10 @@ conversations:
 """
 
 
-def test_dialogues_are_a_line_for_an_utterance():
+def test_dialogues_are_a_line_for_an_utterance_and_each_stands_once():
     pytest.importorskip("yaml")
 
-    made = corpora.dialogues([DIALOGUES.encode(), b"conversations:\n- - Good-bye\n  - '22'\n"])
+    made = corpora.dialogues([DIALOGUES.encode(), b"conversations:\n- - Good-bye\n  - '22'\n", DIALOGUES.encode()])
 
     assert made.decode().split("\n") == [
         "It's 3: odd, isn't it?",

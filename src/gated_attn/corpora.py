@@ -85,7 +85,7 @@ def dialogues(files: Sequence[bytes]) -> bytes:
     """One utterance per line and an empty line between two conversations, from YAML files.
 
     A file's `conversations` is a list of lists of utterances. White space within an utterance, line breaks too, becomes
-    one space. An entry that is no list but one line, which nobody answers, is left out.
+    one space. An entry that is no list but one line, which nobody answers, is left out; a conversation that is there again, too.
 
     Raises `MissingExtraError` without PyYAML.
     """
@@ -103,7 +103,7 @@ def dialogues(files: Sequence[bytes]) -> bytes:
         if not isinstance(entries, list):
             raise SampleError(f"a file of dialogues has no list `conversations`; it starts with {file[:60]!r}")
         talks += ["\n".join(_utterances(entry)) for entry in entries if not isinstance(entry, str)]
-    return ("\n\n".join(talks) + "\n").encode()
+    return ("\n\n".join(dict.fromkeys(talks)) + "\n").encode()
 
 
 def _utterances(entry: object) -> list[str]:
