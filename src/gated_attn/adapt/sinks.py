@@ -31,7 +31,7 @@ SPEC = "output:headwise:sigmoid,source=lse,bias=0,fill,sink_key"
 """The gate that a sink is: read from the scores' log-sum-exp, with a key for the sink and its value as fill."""
 
 
-class _OneToken:
+class OneToken:
     """What one token alone gives an attention module: its key, and its value as each query head sees it."""
 
     def __init__(self) -> None:
@@ -66,26 +66,28 @@ def absorb_sink(model: nn.Module, token: int, *, layers: Iterable[int] | None = 
     """
     rows = [row for row in families.find(model) if row.family in families.FAMILIES]
     _check(model, rows)
-    seen = _alone(model, rows, token)
+    seen = alone(model, rows, token)
     numbers = None if layers is None else list(layers)
     with evaluating(model):
         want_BTV = _logits(model, token)
     attach(model, SPEC, layers=numbers)
-    with torch.no_grad():
-        for row in rows:
-            gate = row.module._modules.get(GATE)
-            if gate is None:
-                continue
-            made: Any = active_gate(gate)
-            one = seen[row.name]
-            assert one.key_KE is not None
-            assert one.value_HE is not None
-            made.sink_key.copy_(one.key_KE.repeat_interleave(made.shape_HG[0] // len(one.key_KE), 0))
-            made.fill.fill_HE.copy_(one.value_HE)
+    for row in rows:
+        if (gate := row.module._modules.get(GATE)) is not None:
+            fill_in(active_gate(gate), seen[row.name])
     if numbers is None:
         with evaluating(model):
             _compare(model, want_BTV)
     return model
+
+
+@torch.no_grad()
+def fill_in(gate: Any, one: OneToken) -> None:
+    """Give a gate the token's value as fill, and its key where it has a place for that."""
+    assert one.key_KE is not None
+    assert one.value_HE is not None
+    if gate.sink_key is not None:
+        gate.sink_key.copy_(one.key_KE.repeat_interleave(gate.shape_HG[0] // len(one.key_KE), 0))
+    gate.fill.fill_HE.copy_(one.value_HE)
 
 
 def _logits(model: nn.Module, token: int | None) -> Tensor:
@@ -111,10 +113,10 @@ def _compare(model: nn.Module, want_BTV: Tensor) -> None:
         )
 
 
-def _alone(model: nn.Module, rows: list[Found], token: int) -> dict[str, _OneToken]:
-    """What the token gives each attention module when it stands one position before the first."""
+def alone(model: nn.Module, rows: list[Found], token: int) -> dict[str, OneToken]:
+    """What the token gives each attention module when it stands one position before the first, or at it if it must."""
     device = next(model.parameters()).device
-    seen = {row.name: _OneToken() for row in rows}
+    seen = {row.name: OneToken() for row in rows}
     with contextlib.ExitStack() as undo:
         undo.enter_context(evaluating(model))
         for row in rows:
@@ -122,30 +124,33 @@ def _alone(model: nn.Module, rows: list[Found], token: int) -> dict[str, _OneTok
             undo.callback(unswap, row.module)
             row.module.__dict__[WATCH] = seen[row.name]
             undo.callback(row.module.__dict__.pop, WATCH)
-        ids, position = torch.tensor([[token]], device=device), torch.tensor([[-1]], device=device)
-        model(input_ids=ids, position_ids=position, use_cache=False)
+        placed = {"position_ids": torch.tensor([[-1]], device=device)} if _rotary(model) else {}
+        model(input_ids=torch.tensor([[token]], device=device), use_cache=False, **placed)
     return seen
 
 
 def _check(model: nn.Module, rows: list[Found]) -> None:
-    config: Any = getattr(model, "config", None)
     if not rows or any(row.kind == "cross" for row in rows):
         raise UnsupportedError("a sink can be absorbed by causal self attention of transformers models only")
+    if (why := why_inexact(model, rows)) is not None:
+        raise UnsupportedError(why)
+
+
+def why_inexact(model: nn.Module, rows: list[Found]) -> str | None:
+    """Why gates that are read from the scores would not be what this model does with its sink token; None if they would."""
+    config: Any = getattr(model, "config", None)
     if "position_ids" not in inspect.signature(type(model).forward).parameters or not _rotary(model):
-        raise UnsupportedError(
+        return (
             f"{type(model).__name__} has no rotary positions: what a token is depends on how many come before it, so the sink "
             "token cannot be taken away from in front of the others"
         )
     window = getattr(config, "sliding_window", None)
     window = next((own for row in rows if (own := getattr(row.module, "sliding_window", None))), window)
     if window:
-        raise UnsupportedError(
-            f"{type(model).__name__} looks back {window} tokens only, so later tokens never saw the sink as a gate would show it"
-        )
+        return f"{type(model).__name__} looks back {window} tokens only, so later tokens never saw the sink as a gate would show it"
     if getattr(config, "_attn_implementation", "sdpa") not in ("sdpa", "gated_attn"):
-        raise UnsupportedError(
-            f"the sink is read from the scores, which attn_implementation={config._attn_implementation!r} does not show; use sdpa"
-        )
+        return f"the sink is read from the scores, which attn_implementation={config._attn_implementation!r} hides; use sdpa"
+    return None
 
 
 def _rotary(model: nn.Module) -> bool:

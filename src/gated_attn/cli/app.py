@@ -191,7 +191,7 @@ def diagnose(
 
 @app.command()
 def report(
-    path: Annotated[Path, typer.Argument(help="A diagnosis.json, health.json, run.json or compare.json, or a folder with one.")],
+    path: Annotated[Path, typer.Argument(help="A diagnosis.json, transfer.json, health.json, run.json or compare.json, or a folder with one.")],
     before: Annotated[Path | None, typer.Option(help="An earlier diagnosis of the same text, to stand beside.")] = None,
     output: Annotated[Path | None, typer.Option("--output", "-o", help="The file to write [default: report.html beside the record].")] = None,
     pictures: Annotated[bool, typer.Option("--pictures/--no-pictures", help="Whether to draw PNGs beside it, of a diagnosis or gates over steps.")] = True,
@@ -203,6 +203,31 @@ def report(
     from gated_attn.cli.report import run
 
     run(path, before, output, pictures=pictures)
+
+
+@app.command()
+def transfer(
+    model: Annotated[str, typer.Argument(help="A folder, a sample such as smollm2, or a name on the hub; a causal model without gates.")],
+    output: Annotated[Path, typer.Option("--output", "-o", help="Folder for gates, transfer.json and report.html; one that was interrupted goes on.")],
+    tier: Annotated[str, typer.Option(help="exact: gates read the scores, the same function; hidden: they read hidden states, fitted and distilled.")] = "exact",
+    sink: Annotated[str, typer.Option(help="The sink token, by number or text; auto: BOS, else end of text, else a line break.")] = "auto",
+    text: Annotated[list[Path] | None, typer.Option(help="A UTF-8 text, a kind by its name; again for more [default: technical, literature, chat].")] = None,
+    tokens: Annotated[int, typer.Option(min=1, help="Calibration tokens that shares are fitted on.")] = 48_000,
+    length: Annotated[int, typer.Option(min=2, help="Tokens of each row.")] = 256,
+    distil: Annotated[int, typer.Option(min=0, help="Steps of distillation, hidden tier.")] = 120,
+    lr: Annotated[float, typer.Option(help="Learning rate of the gates.")] = 1e-3,
+    seed: Annotated[int, typer.Option(help="Seed of the order of rows.")] = 0,
+    measure: Annotated[str, typer.Option(help="What is measured before and after, comma-separated.")] = "perplexity,attention,quantisation,streaming",
+    dtype: Annotated[str, typer.Option(help="float32, bfloat16, float16; auto: as saved.")] = "auto",
+    json: Json = False,
+) -> None:  # fmt: skip
+    """Turn a pretrained model's attention sinks into gates.
+
+    The sink token leaves the input; perplexity, sinks, outliers, rounding and streams are measured before and after.
+    """
+    from gated_attn.cli.transfer import run
+
+    run(model, output, tier, sink, text or [], tokens, length, distil, lr, seed, measure, dtype, as_json=json)
 
 
 @app.command()

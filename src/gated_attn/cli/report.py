@@ -7,15 +7,16 @@ from pathlib import Path
 from typing import Any
 
 from gated_attn.errors import RecordError
-from gated_attn.records import CompareRecord, Diagnosis, HealthRecord, RunRecord
+from gated_attn.records import CompareRecord, Diagnosis, HealthRecord, RunRecord, TransferRecord
 from gated_attn.report.diagnosis import write_diagnosis_report
 from gated_attn.report.health import write_health_report
 from gated_attn.report.html import write_report, write_run_report
+from gated_attn.report.transfer import write_transfer_report
 
-NAMES = ("diagnosis.json", "compare.json", "run.json", "health.json")
+NAMES = ("diagnosis.json", "transfer.json", "compare.json", "run.json", "health.json")
 """What a folder may hold; of several the first is the report, but a run's health is always drawn too."""
 
-KINDS = (Diagnosis, CompareRecord, RunRecord, HealthRecord)
+KINDS = (Diagnosis, TransferRecord, CompareRecord, RunRecord, HealthRecord)
 
 
 def run(path: Path, before: Path | None, output: Path | None, *, pictures: bool = True) -> None:
@@ -30,6 +31,9 @@ def run(path: Path, before: Path | None, output: Path | None, *, pictures: bool 
     if kind is Diagnosis:
         old = Diagnosis.load(found(before, NAMES[:1])) if before is not None else None
         write_diagnosis_report(Diagnosis.load(source), target, old, pictures=pictures)
+    elif kind is TransferRecord:
+        maps = "maps.html" if target.with_name("maps.html").is_file() else None
+        write_transfer_report(TransferRecord.load(source), target, maps, pictures=pictures)
     elif kind is CompareRecord:
         record = CompareRecord.load(source)
         write_report(record, [RunRecord.load(source.parent / run) for run in record.runs], target)
@@ -54,7 +58,7 @@ def found(path: Path, names: tuple[str, ...] = NAMES) -> Path:
         if (path / name).is_file():
             return path / name
     raise RecordError(
-        f"{path} holds none of {', '.join(names)}: `gated-attn diagnose -o`, `train` and `compare` write them"
+        f"{path} holds none of {', '.join(names)}: `gated-attn diagnose -o`, `transfer`, `train` and `compare` write them"
     )
 
 

@@ -5,7 +5,9 @@ The module, its parameters and its names stay; only its behaviour changes. `torc
 
 from __future__ import annotations
 
+import contextlib
 import types
+from collections.abc import Iterator
 from typing import Any, ClassVar
 
 from torch import nn
@@ -70,6 +72,20 @@ def unswap(module: nn.Module) -> None:
         )
     module.__class__ = type(module).gated_base  # type: ignore[attr-defined]
     _rebind(module)
+
+
+@contextlib.contextmanager
+def stock(model: nn.Module) -> Iterator[None]:
+    """The model as it was before anything in it was swapped, for a while: without its gates, with the same weights."""
+    classes = {module: type(module) for module in model.modules() if isinstance(module, Swapped)}
+    for module in classes:
+        unswap(module)
+    try:
+        yield
+    finally:
+        for module, cls in classes.items():
+            module.__class__ = cls
+            _rebind(module)
 
 
 def _rebind(module: nn.Module) -> None:

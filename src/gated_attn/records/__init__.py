@@ -1,7 +1,7 @@
 """Records: what was measured, as frozen values and as versioned JSON. The standard library only.
 
-Stages meet through these files: training writes a `RunRecord`, comparing a `CompareRecord`, diagnosing a `Diagnosis`, and the
-report reads them.
+Stages meet through these files: training writes a `RunRecord`, comparing a `CompareRecord`, diagnosing a `Diagnosis`, a sink
+transfer a `TransferRecord`, and the report reads them.
 
 * Reading is strict. An unknown format, version or key, a missing key or a wrong type is a `RecordError` that names it.
 * A number that is not finite never reaches a file as such: in a run marked `diverged` it becomes null, elsewhere it is
@@ -36,6 +36,7 @@ from gated_attn.records.runs import (
     t_quantile,
     verdict,
 )
+from gated_attn.records.transfer import Evidence, SinkLayer, TransferRecord
 
 __all__ = [
     "GATE_SHUT",
@@ -45,6 +46,7 @@ __all__ = [
     "CompareRow",
     "Diagnosis",
     "Difference",
+    "Evidence",
     "GateHealth",
     "GateReading",
     "GateStat",
@@ -57,8 +59,10 @@ __all__ = [
     "Pattern",
     "RunRecord",
     "SampleGates",
+    "SinkLayer",
     "StreamStat",
     "TokenView",
+    "TransferRecord",
     "diff",
     "paired_interval",
     "t_quantile",

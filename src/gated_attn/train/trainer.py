@@ -31,11 +31,45 @@ PATIENCE = 20
 """A run whose loss is worse than guessing for this many batches in a row has diverged."""
 
 
-class GateTrainer(Trainer):
-    """Trainer for a `Decoder` on data whose order is fixed; see `train` for the arguments it is given."""
+class WholeTrainer(Trainer):
+    """Trainer whose data come in their own order and whose checkpoints appear by one rename, whole; the last two stay.
 
+    `weights` is the file of a checkpoint that holds what was trained.
+    """
+
+    weights = "model.safetensors"
     optimizer: torch.optim.Optimizer | None
     control: TrainerControl
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        for callback in (PrinterCallback, *(() if sys.stderr.isatty() else (ProgressCallback,))):
+            self.remove_callback(callback)
+
+    def _get_train_sampler(self, train_dataset: Any = None) -> SequentialSampler:
+        """In order: the data set itself is the random order, drawn from the seed."""
+        return SequentialSampler(self.train_dataset)
+
+    def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
+        """Write the checkpoint beside its place and rename it; keep the last two."""
+        super()._save_checkpoint(model, trial)
+        self.accelerator.wait_for_everyone()
+        if self.args.should_save:
+            staged = staging(self.args.output_dir)
+            for folder in staged.iterdir():
+                target = Path(self.args.output_dir) / folder.name
+                shutil.rmtree(target, ignore_errors=True)
+                os.replace(folder, target)
+            staged.rmdir()
+            for old in checkpoints(self.args.output_dir, self.weights)[:-2]:
+                shutil.rmtree(old)
+
+    def _get_output_dir(self, trial: Any) -> str:
+        return str(staging(str(self.args.output_dir)))
+
+
+class GateTrainer(WholeTrainer):
+    """Trainer for a `Decoder` on data whose order is fixed; see `train` for the arguments it is given."""
 
     def __init__(
         self, model: Decoder, recipe: Recipe, data: Dataset[Item], held_out: list[Tensor], args: TrainingArguments
@@ -43,12 +77,6 @@ class GateTrainer(Trainer):
         super().__init__(model=model, args=args, train_dataset=data, eval_dataset=held_out)
         self.recipe, self.held_out = recipe, held_out
         self.worse = 0
-        for callback in (PrinterCallback, *(() if sys.stderr.isatty() else (ProgressCallback,))):
-            self.remove_callback(callback)
-
-    def _get_train_sampler(self, train_dataset: Any = None) -> SequentialSampler:
-        """In order: the data set itself is the random order, drawn from the seed."""
-        return SequentialSampler(self.train_dataset)
 
     def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:
         if self.optimizer is None:
@@ -87,23 +115,6 @@ class GateTrainer(Trainer):
         self.log(metrics)
         self.control = self.callback_handler.on_evaluate(self.args, self.state, self.control, metrics)
         return metrics
-
-    def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
-        """Write the checkpoint beside its place and rename it when it is whole; keep the last two."""
-        super()._save_checkpoint(model, trial)
-        self.accelerator.wait_for_everyone()
-        if self.args.should_save:
-            staged = staging(self.args.output_dir)
-            for folder in staged.iterdir():
-                target = Path(self.args.output_dir) / folder.name
-                shutil.rmtree(target, ignore_errors=True)
-                os.replace(folder, target)
-            staged.rmdir()
-            for old in checkpoints(self.args.output_dir)[:-2]:
-                shutil.rmtree(old)
-
-    def _get_output_dir(self, trial: Any) -> str:
-        return str(staging(str(self.args.output_dir)))
 
 
 class LineLog(TrainerCallback):
@@ -213,23 +224,23 @@ def staging(output: str | None) -> Path:
     return Path(output or ".") / "unfinished"
 
 
-def checkpoints(output: str | Path | None) -> list[Path]:
+def checkpoints(output: str | Path | None, weights: str = WholeTrainer.weights) -> list[Path]:
     """Whole checkpoints of a run, oldest first; damaged ones are left out."""
     found = [path for path in Path(output or ".").glob("checkpoint-*") if path.name.rpartition("-")[2].isdigit()]
-    return [path for path in sorted(found, key=lambda path: int(path.name.rpartition("-")[2])) if _whole(path)]
+    return [path for path in sorted(found, key=lambda path: int(path.name.rpartition("-")[2])) if _whole(path, weights)]
 
 
-def _whole(checkpoint: Path) -> bool:
+def _whole(checkpoint: Path, weights: str) -> bool:
     """Whether the files that resuming reads are all there and can be opened."""
     try:
-        with safe_open(checkpoint / "model.safetensors", "pt"):
+        with safe_open(checkpoint / weights, "pt"):
             json.loads((checkpoint / "trainer_state.json").read_text(encoding="utf-8"))
     except (OSError, ValueError, SafetensorError):
         return False
     return all(zipfile.is_zipfile(checkpoint / name) for name in ("optimizer.pt", "scheduler.pt"))
 
 
-def newest_checkpoint(output: Path) -> str | None:
+def newest_checkpoint(output: Path, weights: str = WholeTrainer.weights) -> str | None:
     """Where to resume from; what an interrupted save left is removed."""
     shutil.rmtree(staging(str(output)), ignore_errors=True)
-    return next(map(str, reversed(checkpoints(output))), None)
+    return next(map(str, reversed(checkpoints(output, weights))), None)
