@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -50,6 +51,43 @@ def test_loss_is_that_of_the_same_tokens_with_and_without_a_token_in_front(monke
     assert model.training
     with pytest.raises(RecipeError, match=r"at least 2 tokens .* \(5, 1\)"):
         nll(model, IDS[:, :1])
+
+
+def test_the_loss_by_hand_and_no_copy_of_the_scores_beyond_a_slice(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two symbols of odds 3 : 1 whatever came before: log(4/3) for each 0 and log 4 for each 1, the first token free."""
+
+    class Odds(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.tensor([math.log(3.0), 0.0]))
+
+        def forward(self, input_ids: Tensor, use_cache: bool) -> Any:
+            return SimpleNamespace(logits=self.weight.expand(*input_ids.shape, 2))
+
+    ids_NT = torch.tensor([[1, 0, 1], [0, 0, 0]])
+    for first in (None, 1):
+        loss = nll(Odds(), ids_NT, first=first)
+        assert loss.tokens == 4
+        assert loss.total == pytest.approx(3 * math.log(4 / 3) + math.log(4), rel=1e-6)
+    whole = torch.randn(2, 12, 97)
+    monkeypatch.setattr(perplexity, "SLICE", 4 * 97 * 3)
+    seen: list[Tensor] = []
+    cross_entropy = F.cross_entropy
+
+    def watched(scores: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        seen.append(scores)
+        return cross_entropy(scores, *args, **kwargs)
+
+    monkeypatch.setattr(perplexity.F, "cross_entropy", watched)
+
+    class Given(Odds):
+        def forward(self, input_ids: Tensor, use_cache: bool) -> Any:
+            return SimpleNamespace(logits=whole)
+
+    nll(Given(), torch.zeros(2, 12, dtype=torch.long))
+    assert max(len(scores) for scores in seen) == 3
+    assert sum(len(scores) for scores in seen) == 22
+    assert all(scores.untyped_storage().data_ptr() == whole.untyped_storage().data_ptr() for scores in seen), "a copy"
 
 
 def test_rounding_by_hand() -> None:
@@ -136,8 +174,7 @@ def test_a_rounded_cache_rounds_keys_and_values_of_each_token_and_head() -> None
     assert not torch.equal(longer[:, :, 4:5], key[:, :, :1]), "the second call's first token is not the cache's"
     model = model_of()
     exact, rough, plain = (
-        nll(model, IDS, cache=one)
-        for one in (lambda: RoundedCache(8, 99), lambda: RoundedCache(4), DynamicCache)
+        nll(model, IDS, cache=one) for one in (lambda: RoundedCache(8, 99), lambda: RoundedCache(4), DynamicCache)
     )
     assert exact == plain
     assert rough.total != plain.total

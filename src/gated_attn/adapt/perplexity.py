@@ -60,15 +60,18 @@ def nll(
             ids_BT = ids_BT.to(device)
             kept: dict[str, Any] = {"use_cache": False} if cache is None else {cache_word(model): cache()}
             logits_BTV = model(**in_front(ids_BT, first), **kept).logits
-            total += summed(logits_BTV[:, -ids_BT.shape[1] : -1].flatten(0, 1), ids_BT[:, 1:].flatten())
+            # Row by row: all rows without their last token would be a copy of the scores.
+            total += sum(
+                summed(row_TV[-len(row_T) : -1], row_T[1:]) for row_TV, row_T in zip(logits_BTV, ids_BT, strict=True)
+            )
     return Loss(total, ids_NT[:, 1:].numel())
 
 
 def summed(logits_NV: Tensor, ids_N: Tensor) -> float:
-    """The sum of -log p of the tokens, in float32, a slice of rows at a time."""
+    """The sum, in float64, of -log p of the tokens, in float32 from a slice of rows at a time."""
     rows = max(1, SLICE // (4 * logits_NV.shape[1]))
     losses = [
-        F.cross_entropy(some_NV.float(), some_N, reduction="sum").double()
+        F.cross_entropy(some_NV.float(), some_N, reduction="none").double().sum()
         for some_NV, some_N in zip(logits_NV.split(rows), ids_N.split(rows), strict=True)
     ]
     return float(torch.stack(losses).sum())
