@@ -1,7 +1,9 @@
 """Simulated quantisation: values are rounded to an integer grid and computed with as floats, to see what rounding costs.
 
-Every linear layer of a model is rounded, except gates (a gate is tiny, and a sigmoid of what is rounded is not), the embeddings and
-the output head. Nothing of the model changes: the weights are the same bits afterwards.
+Every linear layer of a model is rounded (`nn.Linear`, and the `Conv1D` of GPT-2), except gates (a gate is tiny, and a sigmoid of
+what is rounded is not), the embeddings and the output head: these stay in full precision, and so does all that is no linear layer,
+such as convolutions, norms and experts that are fused into one parameter. Biases, scores, softmax and sums are not rounded either.
+Nothing of the model changes: the weights are the same bits afterwards.
 
 Shapes: N tokens, I input channels, O output channels, B batch, K key/value heads, S keys, E head width.
 """
@@ -33,17 +35,24 @@ STATE = "_gated_attn_rounded"
 
 
 class _Rounding:
-    """How one layer is rounded. `largest` is the range of its input: learned on calibration text, then kept."""
+    """How one layer is rounded. `largest` is the range of its input: learned on calibration text, then kept; None before."""
 
-    def __init__(self, scheme: str) -> None:
-        self.scheme, self.largest, self.learns = scheme, 0.0, False
+    def __init__(self, scheme: str, name: str) -> None:
+        self.scheme, self.name, self.learns = scheme, name, False
+        self.largest: float | None = None
 
     def input(self, x: Tensor) -> Tensor:
         if self.learns:
-            self.largest = max(self.largest, float(x.detach().abs().max()))
+            if x.numel():
+                self.largest = max(self.largest or 0.0, float(x.detach().abs().max()))
             return x
         if self.scheme == "w8a8-static":
-            return rounded(x, 8, torch.full((), self.largest, dtype=torch.float32, device=x.device))
+            if self.largest is None:
+                raise SpecError(
+                    f"no calibration batch reached the linear layer {self.name!r}, so its input has no range; calibrate with "
+                    "batches of the kind that the model is run on"
+                )
+            return rounded(x, 8, torch.full((), self.largest, device=x.device))
         return rounded(x, 8, x.abs().amax(-1, keepdim=True)) if self.scheme == "w8a8-dynamic" else x
 
 
@@ -57,10 +66,13 @@ class RoundedLayer(Swapped):
 
 
 def rounded(x: Tensor, bits: int, largest: Tensor) -> Tensor:
-    """clamp(round(x / s), -m, m) s, s = largest / m, m = 2^(bits - 1) - 1: x on the symmetric grid that ends at +-largest."""
-    m = 2 ** (bits - 1) - 1
-    scale = (largest.float() / m).clamp(min=torch.finfo(torch.float32).tiny)
-    return (x.float() / scale).round().clamp(-m, m).mul(scale).to(x.dtype)
+    """clamp(round(x / s), -m, m) s, s = largest / m, m = 2^(bits - 1) - 1: x on the symmetric grid that ends at +-largest.
+
+    In float32 at least, then as x is.
+    """
+    m, dtype = 2 ** (bits - 1) - 1, torch.promote_types(x.dtype, torch.float32)
+    scale = (largest.to(dtype) / m).clamp(min=torch.finfo(dtype).tiny)
+    return (x.to(dtype) / scale).round().clamp(-m, m).mul(scale).to(x.dtype)
 
 
 def rounded_weight(weight_OI: Tensor, scheme: str) -> Tensor:
@@ -84,35 +96,53 @@ def quantized(model: nn.Module, scheme: str, *, calibration: Iterable[Mapping[st
 
     Args:
         scheme: `w8a8-static`: int8 weights, symmetric per output channel, and int8 inputs, symmetric per tensor, with the range
-            that the calibration batches show (max |x|, arXiv:2306.12929); `w8a8-dynamic`: a range for every token
-            (arXiv:2208.07339's vector-wise inputs); `w4a16`: int4 weights in groups of 64 input channels; `none`: no rounding.
+            that the calibration batches show (max |x|, arXiv:2306.12929); `w8a8-dynamic`: the same weights, and a range for
+            every token (vector-wise inputs in LLM.int8, arXiv:2208.07339; per token in SmoothQuant, arXiv:2211.10438);
+            `w4a16`: int4 weights, symmetric in groups of 64 input channels, or of the largest divisor of the width below;
+            `none`: no rounding, bit for bit the plain model.
         calibration: keywords of the model's forward, for `w8a8-static`.
 
-    Raises SpecError for an unknown scheme, for a model whose linear layers are not plain, or without the batches it needs.
+    Raises SpecError for an unknown scheme, linear layers that are not plain (quantised, parametrized or within another
+    `quantized`), without the batches it needs, and where a layer is run that no batch reached.
     """
     if scheme not in SCHEMES:
         raise SpecError(f"unknown scheme {scheme!r}; legal: {', '.join(SCHEMES)}{suggestion(scheme, SCHEMES)}")
     layers = linear_layers(model)
     if not layers:
         raise SpecError(f"{type(model).__name__} has no linear layers that could be rounded")
+    names = {module: name for name, module in model.named_modules()}
+    for layer in layers:
+        _check_plain(names[layer], layer)
     kept = [layer.weight.detach().clone() for layer in layers]
     with contextlib.ExitStack() as undo:
         for layer in layers:
             swap(layer, RoundedLayer)
             undo.callback(unswap, layer)
-            layer.__dict__[STATE] = _Rounding(scheme)
+            layer.__dict__[STATE] = _Rounding(scheme, names[layer])
             undo.callback(layer.__dict__.pop, STATE)
         if scheme == "w8a8-static":
             _learn(model, layers, calibration)
         undo.callback(_copy, layers, kept)
-        _copy(
-            layers,
-            [
-                _oriented(layer, rounded_weight(_oriented(layer, weight), scheme))
-                for layer, weight in zip(layers, kept, strict=True)
-            ],
+        # Each from its kept copy: layers may share a weight, which is rounded once.
+        rounded_ones = (
+            _oriented(layer, rounded_weight(_oriented(layer, weight), scheme))
+            for layer, weight in zip(layers, kept, strict=True)
         )
+        _copy(layers, rounded_ones)
         yield model
+
+
+def _check_plain(name: str, layer: nn.Module) -> None:
+    """SpecError if rounding the weight in place would not be what the layer computes with."""
+    if isinstance(layer, RoundedLayer):
+        raise SpecError(f"{name!r} is rounded already; leave the other quantized(...) first")
+    weight = layer._parameters.get("weight")
+    if weight is None:
+        raise SpecError(f"the weight of {name!r} is computed, not a parameter; remove its parametrization first")
+    if not weight.is_floating_point():
+        raise SpecError(
+            f"the weight of {name!r} is {weight.dtype}: quantised for real; load the model in full precision"
+        )
 
 
 def linear_layers(model: nn.Module) -> list[Any]:
@@ -136,20 +166,26 @@ def _learn(model: nn.Module, layers: list[Any], batches: Iterable[Mapping[str, A
             model(**batch)
     for state in states:
         state.learns = False
-    if not any(state.largest for state in states):
+    if all(state.largest is None for state in states):
         raise SpecError("static ranges are learned from text: pass calibration=batches of the model's input")
 
 
-def _copy(layers: list[Any], weights: list[Tensor]) -> None:
+def _copy(layers: list[Any], weights: Iterable[Tensor]) -> None:
     with torch.no_grad():
         for layer, weight in zip(layers, weights, strict=True):
             layer.weight.copy_(weight)
 
 
 class RoundedCache(DynamicCache):
-    """A cache whose keys and values (B, K, S, E) are rounded to `bits`, symmetric per token and head; the first `keep` are not."""
+    """A cache whose keys and values (B, K, S, E) are rounded to `bits`, symmetric per token and head; the first `keep` are not.
+
+    Keys are rounded as they are cached, after rotation. For one forward or for `generate`, as their past keys and values:
+    `model.generate(ids, past_key_values=RoundedCache(4, keep=1))`. SpecError for fewer than 2 bits or a negative `keep`.
+    """
 
     def __init__(self, bits: int, keep: int = 0) -> None:
+        if bits < 2 or keep < 0:
+            raise SpecError(f"a symmetric grid needs bits >= 2 and a cache keep >= 0; got {bits=}, {keep=}")
         super().__init__()
         self.bits, self.keep = bits, keep
 
