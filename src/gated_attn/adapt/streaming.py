@@ -1,7 +1,8 @@
 """Reading a text without end with a cache of fixed size (StreamingLLM, arXiv:2309.17453): the first few tokens and the recent ones.
 
 Positions are those within the cache: when tokens are dropped between the first and the recent ones, the keys of the recent ones are
-turned back by as many positions. Rotary scores depend on differences alone, so that is what a fresh rotation would have given.
+turned back by as many positions, so none is ever at window + block or beyond. Rotations add up, so that is what a fresh rotation
+would have given. Every key is kept as the model made it and turned from there: what is turned again and again is rounded as often.
 
 Shapes: T tokens, R tokens of a block, B batch, K key/value heads, S keys, E head width, V vocabulary.
 """
@@ -18,12 +19,14 @@ from transformers import DynamicCache
 
 from gated_attn.adapt.perplexity import Loss, cache_word, summed
 from gated_attn.errors import RecipeError, UnsupportedError
-from gated_attn.hf import families
 from gated_attn.hf.attach import attached
 from gated_attn.hf.modes import evaluating
 
-TRIED = 37
-"""Positions that keys are turned by when a model is tried."""
+FEW = 6
+"""Tokens that a model is tried on."""
+
+GROWN = 0.1
+"""The largest relative error of keys behind the first layer that can be rounding in any format; a wrong turn's is about 1."""
 
 
 def streaming_nll(
@@ -35,30 +38,31 @@ def streaming_nll(
     sees these and its own block up to itself.
 
     Args:
-        first: a token in front of the text, which is not scored.
+        first: a token in front of the text, which is not scored; it is the first of the `keep`.
 
     Raises:
         RecipeError: sizes that do not fit each other.
         UnsupportedError: keys that cannot be turned, as those of learned positions.
     """
-    if not 0 <= keep < window or block < 1 or len(ids_T) < 2:
+    if not 0 <= keep < window or block < 1 or ids_T.dim() != 1 or len(ids_T) < 2:
         raise RecipeError(
-            f"a stream needs 0 <= keep < window, block >= 1 and 2 tokens; got {keep=}, {window=}, {block=}, {len(ids_T)} tokens"
+            f"a stream needs 0 <= keep < window, block >= 1 and at least 2 tokens (T,); got {keep=}, {window=}, {block=}, tokens "
+            f"{tuple(ids_T.shape)}"
         )
-    turn = Turn(model)
     device = next(model.parameters()).device
     ids_T = ids_T.to(device)
     read_T = ids_T if first is None else torch.cat([ids_T.new_tensor([first]), ids_T])
     skipped = len(read_T) - len(ids_T)
-    total, cache, last_1V = 0.0, DynamicCache(), None
+    held = StreamCache(Turn(model, min(window + block, len(read_T))), window, keep)
+    total, last_1V = 0.0, None
     with evaluating(model):
         for start in range(0, len(read_T), block):
             new_R = read_T[start : start + block]
-            _evict(cache, turn, window, keep)
-            held = cache.get_seq_length()
-            places = torch.arange(held, held + len(new_R), device=device)[None]
+            held.evict()
+            size = held.cache.get_seq_length()
+            places_1R = torch.arange(size, size + len(new_R), device=device)[None]
             logits_RV = model(
-                input_ids=new_R[None], position_ids=places, use_cache=True, **{cache_word(model): cache}
+                input_ids=new_R[None], position_ids=places_1R, use_cache=True, **{cache_word(model): held.cache}
             ).logits[0]
             # The logits before a token tell it; those before the block's first token are the last block's last.
             before_RV = logits_RV[:-1] if last_1V is None else torch.cat([last_1V, logits_RV[:-1]])
@@ -70,69 +74,95 @@ def streaming_nll(
     return Loss(total, len(ids_T) - 1)
 
 
-def _evict(cache: DynamicCache, turn: Turn, window: int, keep: int) -> None:
-    gone = cache.get_seq_length() - window
-    if gone <= 0:
-        return
-    for number, layer in enumerate(cache.layers):
-        recent_BKSE = turn(number, layer.keys[:, :, keep + gone :], -gone)
-        layer.keys = torch.cat([layer.keys[:, :, :keep], recent_BKSE], 2)
-        layer.values = torch.cat([layer.values[:, :, :keep], layer.values[:, :, keep + gone :]], 2)
+class StreamCache:
+    """A stream's cache, each layer's keys as the model made them, and how far each key has moved back since."""
+
+    def __init__(self, turn: Turn, window: int, keep: int) -> None:
+        self.turn, self.window, self.keep = turn, window, keep
+        self.cache, self.made, self.back_S = DynamicCache(), [], torch.zeros(0, dtype=torch.long)
+
+    def evict(self) -> None:
+        size = self.cache.get_seq_length()
+        gone = size - self.window
+        if gone <= 0:
+            return
+        known, device = len(self.back_S), self.cache.layers[0].keys.device
+        stay_S = torch.cat([torch.arange(self.keep), torch.arange(self.keep + gone, size)]).to(device)
+        back_S = torch.cat([self.back_S.to(device), stay_S.new_zeros(size - known)])[stay_S]
+        back_S[self.keep :] += gone
+        made = []
+        for number, layer in enumerate(self.cache.layers):
+            new_BKSE = layer.keys[:, :, known:]
+            own_BKSE = torch.cat([self.made[number], new_BKSE], 2) if self.made else new_BKSE
+            made.append(own_BKSE[:, :, stay_S])
+            layer.keys, layer.values = self.turn(number, made[number], back_S), layer.values[:, :, stay_S]
+        self.made, self.back_S = made, back_S
 
 
 class Turn:
-    """Turns keys by a number of positions, as the model's own rotary embedding does: `turn(layer, key_BKSE, by)`.
+    """Turns keys back by a number of positions each, as the model's own rotary embedding does: `turn(layer, key_BKSE, back_S)`.
 
-    UnsupportedError for a model whose keys at other positions this does not give; it is tried once, on a few tokens.
+    The model is tried once, on a few tokens at the first positions and at the last ones before `longest`. Layers whose keys do
+    not depend on positions are left alone. UnsupportedError for a model whose keys at other positions this does not give: learned
+    positions, say, or rotary frequencies that change with the length.
     """
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: nn.Module, longest: int) -> None:
         self.rotary: Any = next((one for name, one in model.named_modules() if name.endswith("rotary_emb")), None)
-        rows = [row for row in families.find(model) if row.kind == "self"]
-        self.apply: Any = (
-            getattr(sys.modules.get(type(rows[0].module).__module__), "apply_rotary_pos_emb", None) if rows else None
-        )
-        for base in type(rows[0].module).__mro__ if rows and self.apply is None else ():
-            self.apply = self.apply or getattr(sys.modules.get(base.__module__), "apply_rotary_pos_emb", None)
-        self.types: Any = getattr(getattr(model, "config", None), "layer_types", None)
-        self.typed = self.rotary is not None and "layer_type" in inspect.signature(self.rotary.forward).parameters
+        self.apply: Any = getattr(sys.modules[type(self.rotary).__module__], "apply_rotary_pos_emb", None)
         if self.rotary is None or self.apply is None:
             raise UnsupportedError(
                 f"{type(model).__name__} has no rotary embedding by which keys could be turned, and a stream outgrows other "
                 "positions"
             )
-        self._try(model)
+        self.types: Any = getattr(getattr(model, "config", None), "layer_types", None)
+        self.typed = "layer_type" in inspect.signature(self.rotary.forward).parameters
+        self.still: set[int] = set()
+        self._try(model, max(1, longest - FEW))
 
-    def __call__(self, layer: int, key_BKSE: Tensor, by: int) -> Tensor:
-        place = torch.tensor([[abs(by)]], device=key_BKSE.device)
-        typed = (
-            {"layer_type": self.types[layer]}
-            if "layer_type" in inspect.signature(self.rotary.forward).parameters
-            else {}
-        )
-        cos_B1E, sin_B1E = self.rotary(key_BKSE.float(), place, **typed)
-        size = (cos_B1E.square() + sin_B1E.square()).sqrt()  # longer contexts scale both, which the keys are already
-        width = cos_B1E.shape[-1]
-        turned, _ = self.apply(
-            *(key_BKSE[..., :width].float(),) * 2, cos_B1E / size, (sin_B1E if by > 0 else -sin_B1E) / size
-        )
+    def __call__(self, layer: int, key_BKSE: Tensor, back_S: Tensor | int) -> Tensor:
+        if layer in self.still:
+            return key_BKSE
+        back_S = torch.as_tensor(back_S, device=key_BKSE.device).expand(key_BKSE.shape[2])
+        key = key_BKSE.to(torch.promote_types(key_BKSE.dtype, torch.float32))
+        cos_1SE, sin_1SE = self.rotary(key, back_S[None], **({"layer_type": self.types[layer]} if self.typed else {}))
+        size = (cos_1SE.square() + sin_1SE.square()).sqrt()  # longer contexts scale both, which the keys are already
+        width = cos_1SE.shape[-1]
+        turned, _ = self.apply(*(key[..., :width],) * 2, cos_1SE / size, -sin_1SE / size)
         return torch.cat([turned.to(key_BKSE.dtype), key_BKSE[..., width:]], -1)
 
-    def _try(self, model: nn.Module) -> None:
-        device = next(model.parameters()).device
-        size = model.get_input_embeddings().num_embeddings  # type: ignore[operator]
-        ids_BT = torch.arange(3, 9, device=device)[None] % size
-        places, caches = torch.arange(6, device=device)[None], (DynamicCache(), DynamicCache())
-        with evaluating(model):
-            for cache, by in zip(caches, (0, TRIED), strict=True):
-                model(input_ids=ids_BT, position_ids=places + by, use_cache=True, **{cache_word(model): cache})
+    def _try(self, model: nn.Module, by: int) -> None:
+        try:
+            keys = [(near, far, self(number, far, by)) for number, (near, far) in enumerate(self._keys(model, by))]
+        except (AttributeError, IndexError, RuntimeError, TypeError) as error:
+            raise UnsupportedError(
+                f"a plain cache of {type(model).__name__} cannot be moved by {by} positions: {type(error).__name__}, {error}"
+            ) from error
         # Behind a gate that looks for a sink at a fixed position, keys change with positions otherwise, too.
         fixed = any(gate.spec.source == "lse" and gate.spec.sink_key for gate in attached(model).values())
-        layers = list(zip(caches[0].layers, caches[1].layers, strict=True))[: 1 if fixed else None]
-        for number, (near, far) in enumerate(layers):
-            error, largest = (self(number, far.keys, -TRIED) - near.keys).abs().max(), near.keys.abs().max()
-            if not error <= 256 * torch.finfo(near.keys.dtype).eps * largest:
+        for number, (near, far, turned) in enumerate(keys):
+            scale = near.float().norm()
+            error, left = (float((other - near).float().norm() / scale) for other in (turned, far))
+            if left < error:
+                self.still.add(number)
+            # Angles are computed in float32, so their error grows with the position; that of the input grows with the layers.
+            eps, single = (torch.finfo(dtype).eps for dtype in (near.dtype, torch.float32))
+            eps = max(eps, single)
+            allowed = 4 * by * single + (2 * eps if number == 0 else min(GROWN, 256 * eps))
+            if not min(error, left) <= allowed and not (fixed and number):
                 raise UnsupportedError(
-                    f"layer {number} of {type(model).__name__}: keys turned by {TRIED} positions are {float(error):.3g} off those "
-                    f"of the model, of size {float(largest):.3g}, so a cache cannot be moved"
+                    f"layer {number} of {type(model).__name__}: keys turned back by {by} positions are off those of the model by "
+                    f"{error:.3g} of their size (rounding: {allowed:.3g}), so a cache cannot be moved; positions are learned, or "
+                    "frequencies change with the length, for which a smaller window may do"
                 )
+
+    def _keys(self, model: nn.Module, by: int) -> list[tuple[Tensor, Tensor]]:
+        """Of every layer, those of a few tokens at the first positions and of the same ones `by` later."""
+        device = next(model.parameters()).device
+        size = model.get_input_embeddings().num_embeddings  # type: ignore[operator]
+        ids_1T = torch.arange(3, 3 + FEW, device=device)[None] % size
+        places_1T, caches = torch.arange(FEW, device=device)[None], (DynamicCache(), DynamicCache())
+        with evaluating(model):
+            for cache, shift in zip(caches, (0, by), strict=True):
+                model(input_ids=ids_1T, position_ids=places_1T + shift, use_cache=True, **{cache_word(model): cache})
+        return [(near.keys, far.keys) for near, far in zip(caches[0].layers, caches[1].layers, strict=True)]
