@@ -26,8 +26,8 @@ from gated_attn.hf.store import TENSORS, load_gates, save_gates, unwrapped
 from gated_attn.hf.swap import stock
 from gated_attn.train.trainer import WholeTrainer, newest_checkpoint
 
-SAVE_EVERY = 20
-"""Steps between two checkpoints."""
+LOG_EVERY, SAVE_EVERY = 10, 20
+"""Steps whose divergence is averaged, and between two checkpoints: a multiple, so that a mean is never cut."""
 
 WARM_UP = 10
 """Steps over which the learning rate rises from 0."""
@@ -162,7 +162,7 @@ def _arguments(folder: Path, steps: int, lr: float, batch: int, seed: int) -> Tr
         lr_scheduler_type="cosine",
         warmup_steps=min(WARM_UP, steps // 4),
         max_grad_norm=0.0,
-        logging_steps=min(10, steps),
+        logging_steps=min(LOG_EVERY, steps),
         logging_nan_inf_filter=False,
         save_strategy="steps",
         save_steps=SAVE_EVERY,

@@ -5,6 +5,7 @@ Shapes: N rows, T tokens of a row.
 
 from __future__ import annotations
 
+import hashlib
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -95,10 +96,14 @@ def _perplexities(model: nn.Module, held_out: HeldOut, sink: int | None, bits: i
 
 
 def _attention(model: nn.Module, held_out: HeldOut, sink: int | None) -> tuple[dict[str, float | None], Diagnosis]:
-    rows = [ids_BT for ids_NT in held_out.rows.values() for ids_BT in ids_NT[:FEW].split(4)]
+    few = {kind: ids_NT[:FEW] for kind, ids_NT in held_out.rows.items()}
+    digest = hashlib.sha256(b"".join(ids_NT.cpu().numpy().tobytes() for ids_NT in few.values())).hexdigest()[:12]
+    told = f"held-out {', '.join(few)}, sha256 {digest}"
+    # Of equal length with the sink and without, so that the two compare.
+    rows = [ids_BT if sink is None else ids_BT[:, :-1] for ids_NT in few.values() for ids_BT in ids_NT.split(4)]
     batches = [{**in_front(ids_BT, sink), "use_cache": False, **no_logits(model)} for ids_BT in rows]
     longest = max(batch["input_ids"].shape[1] for batch in batches)
-    every = diagnose(model, batches, plain=False)
+    every = replace(diagnose(model, batches, plain=False), text=told)
     late = every if longest <= LATE else diagnose(model, batches, queries=(LATE, longest), plain=False)
     return {
         "first_token_share": late.first_token_share,

@@ -31,9 +31,9 @@ from gated_attn.adapt.corpus import Corpus
 from gated_attn.adapt.evidence import PARTS, definitions, evidence
 from gated_attn.adapt.shares import Fit, Sums, add_ranks, collect, passes
 from gated_attn.codec import Record, drafted
-from gated_attn.errors import RecipeError, UnsupportedError
+from gated_attn.errors import RecipeError, SpecError, UnsupportedError
 from gated_attn.hf import families
-from gated_attn.hf.attach import active_gate, attach_each, attached
+from gated_attn.hf.attach import active_gate, attach_each, attached, gates
 from gated_attn.hf.families import Found
 from gated_attn.hf.store import save_gates
 from gated_attn.hf.wiring import GATE
@@ -99,7 +99,10 @@ def find_sink(tokenizer: Any) -> int:
     for token in (tokenizer.bos_token_id, tokenizer.eos_token_id):
         if token is not None:
             return int(token)
-    return int(tokenizer("\n", add_special_tokens=False)["input_ids"][0])
+    breaks = tokenizer("\n", add_special_tokens=False)["input_ids"]
+    if not breaks:
+        raise RecipeError("the tokenizer has no BOS, no end of text and no line break; name a sink token")
+    return int(breaks[0])
 
 
 def transfer(
@@ -129,8 +132,10 @@ def transfer(
         RecipeError: the folder holds another transfer.
     """
     start = time.perf_counter()
-    work = _open(folder, plan)
     rows = causal_rows(model)
+    if there := gates(model):
+        raise SpecError(f"this model has gates already ({next(iter(there))}); a transfer starts from a model without")
+    work = _open(folder, plan)
     parameters = sum(p.numel() for p in model.parameters())
     before, seen = _measured(model, data, plan, work / "before", plan.sink, progress, "before")
     sums = _collected(model, rows, data, plan, work, progress)
@@ -237,7 +242,8 @@ def _collected(
     for number, group in enumerate(groups):
         place = work / f"sums-{number}-of-{len(groups)}-rank{rank}.safetensors"
         own, counted = _read_sums(place)
-        for count in collect(model, group, ids_NT[counted:].split(BATCH), plan.sink, own, seen=counted):
+        batches = ids_NT[counted:].split(BATCH) if counted < len(ids_NT) else ()
+        for count in collect(model, group, batches, plan.sink, own, seen=counted):
             progress("shares of the sink", number * len(ids_NT) + count, len(groups) * len(ids_NT))
             if count % (BATCH * SAVE_EVERY) == 0 or count == len(ids_NT):
                 _write_sums(place, own, count)

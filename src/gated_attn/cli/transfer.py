@@ -34,13 +34,10 @@ def run(
     from gated_attn.adapt.corpus import corpus, standard_texts
     from gated_attn.adapt.transfer import Plan, find_sink, transfer
     from gated_attn.cli.models import load
-    from gated_attn.hf.config import GatedConfig
     from gated_attn.measure.texts import written
 
     parts = _parts(measure)
     loaded = load(model, dtype=dtype)
-    if isinstance(loaded.model.config, GatedConfig):
-        raise RecipeError(f"{model} has gates already; a transfer starts from an ungated model")
     if loaded.tokenizer is None:
         raise RecipeError(f"{model} has no tokenizer, and text is what a transfer reads")
     if texts:
@@ -61,7 +58,7 @@ def run(
         print(json.dumps(brief(made), indent=1))
     else:
         print(made)
-        if not made.sinks:
+        if not made.gated:
             print("this model has no sinks, so it was left as it is")
     # Last, so that a package which is missing for the page takes nothing else away.
     write_pages(output)

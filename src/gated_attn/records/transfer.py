@@ -103,6 +103,11 @@ class TransferRecord(Record):
         """How many heads have a sink: a share above `SINK` on it."""
         return sum(share > SINK for layer in self.layers for share in layer.share)
 
+    @property
+    def gated(self) -> bool:
+        """Whether any head had a sink that became a gate."""
+        return any(layer.source is not None for layer in self.layers)
+
     def rows(self) -> list[tuple[str, float | None, float | None]]:
         """(measure, before, after), perplexities first."""
         kinds = [kind for kind in self.before.perplexity if kind in self.after.perplexity]

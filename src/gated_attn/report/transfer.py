@@ -55,6 +55,7 @@ def render_transfer(record: TransferRecord, maps: str | None = None) -> str:
         "basis": _basis(record),
         "rows": _rows(record),
         "sinks": record.sinks,
+        "gated": record.gated,
         "heads": sum(len(layer.share) for layer in record.layers),
         "curve": curve,
         "divergence": DIVERGENCE,
