@@ -14,6 +14,7 @@ from gated_attn.records import (
     CompareRecord,
     CompareRow,
     Diagnosis,
+    Evidence,
     GateHealth,
     GateReading,
     GateStat,
@@ -26,8 +27,10 @@ from gated_attn.records import (
     Pattern,
     RunRecord,
     SampleGates,
+    SinkLayer,
     StreamStat,
     TokenView,
+    TransferRecord,
     paired_interval,
 )
 from tests.report.browser import CHROMIUM, Browser
@@ -278,3 +281,24 @@ def make_compare() -> Callable[..., CompareRecord]:
 def make_study() -> Callable[..., tuple[CompareRecord, list[RunRecord]]]:
     """Make a comparison and its runs, of no gate, headwise (better) and elementwise (no difference)."""
     return build_study
+
+
+def build_transfer(*, gated: bool = True) -> TransferRecord:
+    """A transfer of a model of three layers: one without sinks, one whose gates were fitted, one that is read from scores."""
+    before = Evidence(perplexity={"prose": 20.0, "all": 20.0}, max_abs=24960.0, first_token_share=0.3, kurtosis=77000.0)
+    after = Evidence(
+        perplexity={"prose": 20.1, "all": 20.1}, max_abs=1040.0, first_token_share=0.03, w4a16_perplexity=24.0
+    )
+    source = "hidden" if gated else None
+    return TransferRecord(
+        model="tiny", tier="hidden", spec="output:headwise:sigmoid,bias=0,fill", sink=1, sink_text="<s>", texts={"prose": "a text"},
+        tokens=48_000, held_out_tokens=6_000, steps=20 if gated else 0, losses=((10, 0.2), (20, 0.1)) if gated else (),
+        layers=(
+            SinkLayer(name="model.layers.0.self_attn", layer=0, share=(0.01, 0.0), source="lse" if gated else None),
+            SinkLayer(name="model.layers.1.self_attn", layer=1, share=(0.4, 0.02), source=source, r2=(0.8, 0.6) if gated else None),
+            SinkLayer(name="model.layers.2.self_attn", layer=2, share=(0.6, 0.7), source=source, r2=(0.9, -0.1) if gated else None),
+        ),
+        others=tuple(f"model.layers.1.self_attn, head 1: '.' at {i}, 0.40" for i in range(14)), parameters=1000,
+        added_parameters=12 if gated else 0, seconds=61.0, before=before, after=after if gated else before,
+        definitions={"perplexity": "exp of the loss", "max_abs": "largest |x|"}, environment={},
+    )  # fmt: skip

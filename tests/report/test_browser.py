@@ -12,8 +12,9 @@ from gated_attn.records import CompareRecord, Diagnosis, RunRecord
 from gated_attn.report.diagnosis import write_diagnosis_report
 from gated_attn.report.health import write_health_report
 from gated_attn.report.html import write_report
+from gated_attn.report.transfer import write_transfer_report
 from tests.report.browser import Browser
-from tests.report.conftest import build_health
+from tests.report.conftest import build_health, build_transfer
 
 pytest.importorskip("jinja2")
 
@@ -24,7 +25,7 @@ Write = Callable[[Path], Path]
 SLOW = [pytest.param(kind, marks=pytest.mark.slow) for kind in ("large", "one seed")]
 
 
-@pytest.fixture(params=["diagnosis", "pair", "compare", "health", *SLOW])
+@pytest.fixture(params=["diagnosis", "pair", "compare", "health", "transfer", *SLOW])
 def write(request: pytest.FixtureRequest, make_diagnosis: MakeDiagnosis, make_study: MakeStudy) -> Write:
     """Writes one kind of page."""
     before, after = make_diagnosis((9,) * 4, gated=False, seed=1), make_diagnosis((9,) * 4, seed=2)
@@ -37,6 +38,7 @@ def write(request: pytest.FixtureRequest, make_diagnosis: MakeDiagnosis, make_st
         "compare": lambda path: write_report(*make_study(), path),
         "one seed": lambda path: write_report(*make_study(seeds=1), path),
         "health": lambda path: write_health_report(build_health(), path, pictures=False),
+        "transfer": lambda path: write_transfer_report(build_transfer(), path, pictures=False),
     }
     return kinds[request.param]
 
