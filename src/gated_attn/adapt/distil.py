@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.data import Dataset
 from transformers import TrainerCallback, TrainingArguments
@@ -54,9 +55,11 @@ class Distiller(WholeTrainer):
 
     weights = TENSORS
 
-    def __init__(self, model: nn.Module, rows: Rows, sink: int | None, args: TrainingArguments) -> None:
+    def __init__(
+        self, model: nn.Module, rows: Rows, sink: int | None, args: TrainingArguments, *, teacher: bool = True
+    ) -> None:
         super().__init__(model=model, args=args, train_dataset=rows)
-        self.sink = sink
+        self.sink, self.teacher = sink, teacher
 
     def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:
         if self.optimizer is None:
@@ -70,6 +73,10 @@ class Distiller(WholeTrainer):
         """Both sides in evaluation mode: dropout would be told apart from nothing."""
         ids_BT, one = inputs["input_ids"], unwrapped(model)
         model.eval()
+        if not self.teacher:
+            with fast(ids_BT.device.type):
+                logits_BTV = model(input_ids=ids_BT, use_cache=False).logits
+            return F.cross_entropy(logits_BTV[:, :-1].flatten(0, 1).float(), ids_BT[:, 1:].flatten())
         with fast(ids_BT.device.type):
             with torch.no_grad(), stock(one):
                 want_BTV = one(**in_front(ids_BT, self.sink), use_cache=False).logits
@@ -120,6 +127,7 @@ def distil(
     lr: float,
     batch: int = 4,
     seed: int = 0,
+    teacher: bool = True,
     progress: Callable[[int], None] = lambda step: None,
 ) -> list[tuple[int, float]]:
     """Train the gates in place for some steps; returns (step, divergence), means over the steps between two of them.
@@ -130,6 +138,7 @@ def distil(
     Args:
         ids_NT: rows of text, without the sink token.
         sink: the token in front of what the teacher reads; None: both read the same.
+        teacher: False trains on the text itself, by next-token loss, as fine-tuning does.
 
     Raises RecipeError for fewer rows than a batch, TrainingError for a divergence that is not finite.
     """
@@ -141,7 +150,8 @@ def distil(
     for parameter in asked:
         parameter.requires_grad_(id(parameter) in wanted)
     try:
-        trainer = Distiller(model, Rows(ids_NT, steps * batch, seed), sink, _arguments(folder, steps, lr, batch, seed))
+        rows, args = Rows(ids_NT, steps * batch, seed), _arguments(folder, steps, lr, batch, seed)
+        trainer = Distiller(model, rows, sink, args, teacher=teacher)
         trainer.add_callback(_Told(progress))
         trainer.train(resume_from_checkpoint=newest_checkpoint(folder, TENSORS))
     finally:

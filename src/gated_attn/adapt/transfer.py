@@ -298,12 +298,12 @@ def _distilled(model: nn.Module, data: Corpus, plan: Plan, work: Path, progress:
     from gated_attn.adapt.distil import distil
 
     return distil(
-        model, _even(data.calibration, plan), work / "distil", sink=plan.sink, steps=plan.steps, lr=plan.lr, batch=plan.batch,
+        model, even_rows(data.calibration, plan), work / "distil", sink=plan.sink, steps=plan.steps, lr=plan.lr, batch=plan.batch,
         seed=plan.seed, progress=lambda step: progress("distillation", step, plan.steps),
     )  # fmt: skip
 
 
-def _even(calibration: Mapping[str, Tensor], plan: Plan) -> Tensor:
+def even_rows(calibration: Mapping[str, Tensor], plan: Plan) -> Tensor:
     """Equally many rows of each kind, as many as the shortest has or the steps need."""
     order = torch.Generator().manual_seed(plan.seed + 1)
     each = max(1, plan.steps * plan.batch // len(calibration))
