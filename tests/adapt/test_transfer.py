@@ -251,6 +251,7 @@ class Words:
     bos_token_id: int | None = 1
     eos_token_id: int | None = 2
     chat_template: str | None = "{{ turns }}"
+    all_special_ids = (1, 2)
     breaks = (10,)
 
     def __call__(self, text: str, **_: Any) -> dict[str, Any]:
@@ -266,7 +267,7 @@ def test_the_last_quarter_of_a_text_is_held_out() -> None:
     numbers = " ".join(["1", *map(str, range(3, 1003))])
     made = corpus(Words(), {"numbers": [numbers]}, 10)
     calibration, held = made.calibration["numbers"], made.held_out.rows["numbers"]
-    assert calibration[0].tolist() == list(range(3, 13)), "no row begins with BOS"
+    assert calibration[0].tolist() == list(range(3, 13)), "no row begins with a special token"
     assert len(held) == ROWS
     assert calibration.max() < held.min()
     assert made.held_out.stream_T is None, "it is too short for a stream"

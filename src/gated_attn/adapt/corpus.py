@@ -53,7 +53,7 @@ class Corpus:
 def corpus(tokenizer: Any, texts: Mapping[str, list[str]], length: int) -> Corpus:
     """Rows of `length` tokens of each kind's documents, which are joined; RecipeError for a kind of too few.
 
-    No row begins with the tokenizer's BOS: the sink token stands in front already.
+    No row begins with a special token of the tokenizer: right behind the sink these are often sinks themselves.
     """
     calibration, rows, streams = {}, {}, []
     for kind, documents in texts.items():
@@ -63,7 +63,7 @@ def corpus(tokenizer: Any, texts: Mapping[str, list[str]], length: int) -> Corpu
             for token in tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
         ]
         cut = len(ids) - len(ids) // HELD_OUT
-        parts = [_rows(part, length, tokenizer.bos_token_id) for part in (ids[:cut], ids[cut:])]
+        parts = [_rows(part, length, set(tokenizer.all_special_ids)) for part in (ids[:cut], ids[cut:])]
         if len(parts[1]) < 1 or len(parts[0]) < RANGES:
             least = max(RANGES * 2, HELD_OUT) * (length + 1)
             raise RecipeError(
@@ -77,10 +77,10 @@ def corpus(tokenizer: Any, texts: Mapping[str, list[str]], length: int) -> Corpu
     return Corpus(calibration, HeldOut(rows, ranges, torch.tensor(longest) if len(longest) == STREAM else None))
 
 
-def _rows(ids: list[int], length: int, bos: int | None) -> Tensor:
+def _rows(ids: list[int], length: int, special: set[int]) -> Tensor:
     found, at = [], 0
     while at + length <= len(ids):
-        if ids[at] == bos:
+        if ids[at] in special:
             at += 1
             continue
         found.append(ids[at : at + length])

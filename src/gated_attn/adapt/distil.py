@@ -1,5 +1,7 @@
 """Distilling a gated model towards what it was: only its gates train, and the teacher is the same model without them.
 
+Gates that are read from the scores stay as they are: they are exact, and trained they would let the first token be a sink again.
+
     loss = mean over tokens of KL(teacher || student) = sum_v p_v (log p_v - log q_v), nats
 
 The teacher reads the sink token in front, the student does not; both have the same weights, so one model is in memory.
@@ -130,7 +132,7 @@ def distil(
     teacher: bool = True,
     progress: Callable[[int], None] = lambda step: None,
 ) -> list[tuple[int, float]]:
-    """Train the gates in place for some steps; returns (step, divergence), means over the steps between two of them.
+    """Train the gates that read hidden states for some steps; returns (step, divergence), means over the steps between two of them.
 
     Goes on from the newest checkpoint in the folder, as a run that was never interrupted would have; the schedule is a cosine to
     0 after a warm-up. Every other parameter keeps its bits, and its `requires_grad`.
@@ -144,7 +146,8 @@ def distil(
     """
     if len(ids_NT) < batch:
         raise RecipeError(f"{len(ids_NT)} rows of text do not fill a batch of {batch}; pass more text")
-    wanted = {id(p) for gate in attached(model).values() for p in gate.parameters()}
+    trained = [gate for gate in attached(model).values() if gate.spec.source != "lse"]
+    wanted = {id(parameter) for gate in trained for parameter in gate.parameters()}
     asked = {parameter: parameter.requires_grad for parameter in model.parameters()}
     modes = {module: module.training for module in model.modules()}
     for parameter in asked:

@@ -79,7 +79,8 @@ class StreamCache:
 
     def __init__(self, turn: Turn, window: int, keep: int) -> None:
         self.turn, self.window, self.keep = turn, window, keep
-        self.cache, self.made, self.back_S = DynamicCache(), [], torch.zeros(0, dtype=torch.long)
+        self.cache, self.back_S = DynamicCache(), torch.zeros(0, dtype=torch.long)
+        self.made: list[Tensor] = []
 
     def evict(self) -> None:
         size = self.cache.get_seq_length()
@@ -142,17 +143,17 @@ class Turn:
         fixed = any(gate.spec.source == "lse" and gate.spec.sink_key for gate in attached(model).values())
         for number, (near, far, turned) in enumerate(keys):
             scale = near.float().norm()
-            error, left = (float((other - near).float().norm() / scale) for other in (turned, far))
-            if left < error:
+            wrong, left = (float((other - near).float().norm() / scale) for other in (turned, far))
+            if left < wrong:
                 self.still.add(number)
             # Angles are computed in float32, so their error grows with the position; that of the input grows with the layers.
             eps, single = (torch.finfo(dtype).eps for dtype in (near.dtype, torch.float32))
             eps = max(eps, single)
             allowed = 4 * by * single + (2 * eps if number == 0 else min(GROWN, 256 * eps))
-            if not min(error, left) <= allowed and not (fixed and number):
+            if not min(wrong, left) <= allowed and not (fixed and number):
                 raise UnsupportedError(
                     f"layer {number} of {type(model).__name__}: keys turned back by {by} positions are off those of the model by "
-                    f"{error:.3g} of their size (rounding: {allowed:.3g}), so a cache cannot be moved; positions are learned, or "
+                    f"{wrong:.3g} of their size (rounding: {allowed:.3g}), so a cache cannot be moved; positions are learned, or "
                     "frequencies change with the length, for which a smaller window may do"
                 )
 

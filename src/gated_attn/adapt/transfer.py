@@ -78,7 +78,7 @@ class Plan(Record):
     tokens: int = 48_000
     length: int = 256
     steps: int = 120
-    lr: float = 1e-3
+    lr: float = 3e-3
     batch: int = BATCH
     seed: int = 0
     parts: tuple[str, ...] = PARTS

@@ -215,7 +215,7 @@ def transfer(
     tokens: Annotated[int, typer.Option(min=1, help="Calibration tokens that shares are fitted on.")] = 48_000,
     length: Annotated[int, typer.Option(min=2, help="Tokens of each row.")] = 256,
     distil: Annotated[int, typer.Option(min=0, help="Steps of distillation, hidden tier.")] = 120,
-    lr: Annotated[float, typer.Option(help="Learning rate of the gates.")] = 1e-3,
+    lr: Annotated[float, typer.Option(help="Learning rate of the gates.")] = 3e-3,
     seed: Annotated[int, typer.Option(help="Seed of the order of rows.")] = 0,
     measure: Annotated[str, typer.Option(help="What is measured before and after, comma-separated.")] = "perplexity,attention,quantisation,streaming",
     dtype: Annotated[str, typer.Option(help="float32, bfloat16, float16; auto: as saved.")] = "auto",
