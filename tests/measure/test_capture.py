@@ -482,3 +482,24 @@ def test_what_capture_does_not_understand_it_refuses() -> None:
     model = spread(tiny.build("llama"))
     with pytest.raises(UnsupportedError, match="what temperature=float does"), torch.no_grad(), capture(model):
         model(**batch("llama"), temperature=2.0)
+
+
+@pytest.mark.parametrize("name", ["llama", "mistral", "t5"])
+def test_what_is_one_number_per_sequence_counts_all_of_what_is_generated(name: str) -> None:
+    """The strongest key, the early one and the sink need queries that one call after the other brings."""
+    torch.manual_seed(0)
+    model = spread(tiny.build(name, max_position_embeddings=128) if name != "t5" else tiny.build(name))
+    ids = torch.randint(3, 90, (2, 50))
+    options = {"max_new_tokens": 60, "min_new_tokens": 60, "do_sample": False, "pad_token_id": 0, "eos_token_id": 2}
+    with torch.no_grad(), capture(model) as seen:
+        got = model.generate(ids, attention_mask=torch.ones_like(ids), **options)
+    read = {"input_ids": got[:, :-1]} if name != "t5" else {"input_ids": ids, "decoder_input_ids": got[:, :-1]}
+    with torch.no_grad(), capture(model) as whole:
+        model(**read)
+    assert seen.attention.keys() == whole.attention.keys()
+    for own, b in whole.attention.items():
+        for number in ("sink", "sink_rate", "strongest", "early"):
+            near(getattr(seen.attention[own], number).value(4), getattr(b, number).value(4))
+        assert [sorted(at for at, _ in heads.elements()) for heads in seen.attention[own].strongest_at] == [
+            sorted(at for at, _ in heads.elements()) for heads in b.strongest_at
+        ]

@@ -7,6 +7,7 @@ Shapes: T queries (tokens), S keys, H heads, E head width, D model width, G gate
 
 from __future__ import annotations
 
+import copy
 from collections import Counter
 from collections.abc import Sequence
 
@@ -36,6 +37,9 @@ BINS = 2000
 """Equal bins of a gate's histogram, from which its median is read."""
 
 
+NOTHING = torch.zeros(0)
+
+
 class Mean:
     """A weighted mean per head; entries that are NaN are left out."""
 
@@ -56,22 +60,88 @@ class Mean:
         return [t / w if w else None for t, w in zip(self.total.tolist(), self.weight.tolist(), strict=True)]  # type: ignore[union-attr]
 
 
+class Unfinished:
+    """One sequence in one attention module, as far as it was read; calls with a cache go on with it."""
+
+    def __init__(self, begin: int, sink_tokens: int) -> None:
+        self.begin = self.next = begin
+        self.sink_tokens = sink_tokens
+        self.first_HT = self.ids_S = self.received_HS = self.queries_S = self.late_HS = self.late_queries_S = NOTHING
+        self.late = 0
+
+    def add(self, summary: Summary, ids_S: Tensor | None) -> None:
+        """The queries of one call; keys are counted by their place in the sequence."""
+        if self.next == self.begin and ids_S is not None:
+            self.ids_S = ids_S
+        before, gone, early = summary.position, summary.gone, min(summary.gone, EARLY)
+        self.next = before + summary.first_HT.shape[-1]
+        self.received_HS = _sum(self.received_HS, summary.received_HS, gone)
+        self.queries_S = _sum(self.queries_S, summary.queries_S, gone)
+        self.late_HS = _sum(self.late_HS, summary.late_HS[:, : EARLY - early], early)
+        self.late_queries_S = _sum(self.late_queries_S, summary.late_queries_S[: EARLY - early], early)
+        self.late += max(self.next - max(before, EARLY), 0)
+        first_HT = summary.first_HT[:, : max(self.sink_tokens - before, 0)].cpu()
+        self.first_HT = torch.cat([self.first_HT, first_HT], -1) if len(self.first_HT) else first_HT.clone()
+
+    def strongest(self) -> tuple[Tensor, list[tuple[int, int]]]:
+        """The strongest key of each head: its share, and its position and token number (-1: not known)."""
+        least = min(EARLY, -(-(self.next - self.begin) // 2))
+        share_H, position_H = strongest_key(self.received_HS, self.queries_S, least=least)
+        ids = self.ids_S.tolist()
+        return share_H, [(at, ids[at] if 0 <= at < len(ids) else -1) for at in position_H.tolist()]
+
+
+def _sum(total: Tensor, more: Tensor, gone: int) -> Tensor:
+    """A new tensor: the sum along the last axis of two, the second of which begins `gone` places later, as far as either reaches."""
+    made = more.new_zeros((*more.shape[:-1], max(total.shape[-1], gone + more.shape[-1])), device="cpu")
+    made[..., : total.shape[-1]] = total
+    made[..., gone : gone + more.shape[-1]] += more.cpu()
+    return made
+
+
+class SequenceTotals:
+    """What is one number per head and sequence, of an attention module: the sink, the strongest key, the strongest early one."""
+
+    def __init__(self, heads: int, sink_eps: float) -> None:
+        self.sink_eps = sink_eps
+        self.sink, self.sink_rate, self.strongest, self.early = Mean(), Mean(), Mean(), Mean()
+        self.strongest_at: list[Counter[tuple[int, int]]] = [Counter() for _ in range(heads)]
+
+    def add(self, one: Unfinished) -> None:
+        """A sequence that is at its end."""
+        if one.late:
+            share_H, _ = strongest_key(one.late_HS, one.late_queries_S)
+            self.early.add(share_H, one.late)
+        if one.begin:
+            return  # its first queries are not known
+        alpha_H = sink_share(one.first_HT, tokens=one.sink_tokens)
+        self.sink.add(alpha_H)
+        self.sink_rate.add(torch.where(alpha_H.isnan(), alpha_H, (alpha_H > self.sink_eps).double()))
+        share_H, places = one.strongest()
+        self.strongest.add(share_H)
+        for counter, place in zip(self.strongest_at, places, strict=True):
+            counter[place] += 1
+
+
 class AttentionTotals:
     """One attention module's heads."""
 
     def __init__(self, heads: int, head_dim: int, *, sink_tokens: int, sink_eps: float) -> None:
-        self.heads, self.sink_tokens, self.sink_eps = heads, sink_tokens, sink_eps
+        self.heads, self.sink_tokens = heads, sink_tokens
         self.sequences = self.queries = 0
-        self.first, self.first_all, self.sink, self.sink_rate = Mean(), Mean(), Mean(), Mean()
-        self.strongest, self.early, self.entropy, self.norm = Mean(), Mean(), Mean(), Mean()
-        self.strongest_at: list[Counter[tuple[int, int]]] = [Counter() for _ in range(heads)]
+        self.first, self.first_all, self.entropy, self.norm = Mean(), Mean(), Mean(), Mean()
         self.module_norm = Mean()
         self.gram_HEE = torch.zeros(heads, head_dim, head_dim, dtype=torch.float64)
+        self._finished = SequenceTotals(heads, sink_eps)
+        self._unfinished: dict[int, Unfinished] = {}
 
-    def add(self, summary: Summary, out_THE: Tensor, ids_S: Tensor | None, module_norm: Tensor) -> None:
-        """One sequence: what its weights came to, what the heads gave, the keys' token numbers if there are some.
+    def add(
+        self, summary: Summary, out_THE: Tensor, ids_S: Tensor | None, module_norm: Tensor, row: int | None = None
+    ) -> None:
+        """Queries of one sequence: what their weights came to, what the heads gave, the keys' token numbers if there are some.
 
-        `module_norm`: the mean norm of what all heads of the module gave, chosen or not.
+        `module_norm`: the mean norm of what all heads of the module gave, chosen or not. `row`: of the batch, in which a later
+        call may go on with the sequence; None: it is whole.
         """
         T, before = summary.first_HT.shape[-1], summary.position
         self.sequences += before == 0
@@ -80,28 +150,61 @@ class AttentionTotals:
         if later:
             self.first.add(first_token_share(summary.first_HT, include_first_query=before > 0), later)
         self.first_all.add(first_token_share(summary.first_HT, include_first_query=True), T)
-        if before == 0:
-            alpha_H = sink_share(summary.first_HT, tokens=self.sink_tokens)
-            self.sink.add(alpha_H)
-            self.sink_rate.add(torch.where(alpha_H.isnan(), alpha_H, (alpha_H > self.sink_eps).double()))
-            self._add_strongest(summary, ids_S)
         counted = int((summary.visible_T >= 2).sum())
         if counted:
             self.entropy.add(normalised_entropy(summary.entropy_HT, summary.visible_T), counted)
-        if bool(summary.late_queries_S.any()):
-            early = slice(0, max(EARLY - summary.gone, 0))
-            share_H, _ = strongest_key(summary.late_HS[:, early], summary.late_queries_S[early])
-            self.early.add(share_H, float(summary.late_queries_S.max()))
         self.norm.add(head_norms(out_THE), T)
         self.module_norm.add(module_norm.reshape(1), T)
         self.gram_HEE += gram(out_THE).cpu()
+        self._sequence(row, before).add(summary, ids_S)
+        if row is None:
+            self._finish(-1)
 
-    def _add_strongest(self, summary: Summary, ids_S: Tensor | None) -> None:
-        least = min(EARLY, -(-len(summary.visible_T) // 2))
-        share_H, position_H = strongest_key(summary.received_HS, summary.queries_S, least=least)
-        self.strongest.add(share_H)
-        for counter, position in zip(self.strongest_at, position_H.tolist(), strict=True):
-            counter[position, -1 if ids_S is None else int(ids_S[position])] += 1
+    def _sequence(self, row: int | None, position: int) -> Unfinished:
+        """The sequence whose next query is at this position: the one that this row of the batch is at, or a new one."""
+        at = -1 if row is None else row
+        open_one = self._unfinished.get(at)
+        if open_one is None or position == 0 or position != open_one.next:
+            self._finish(at)
+            self._unfinished[at] = Unfinished(position, self.sink_tokens)
+        return self._unfinished[at]
+
+    def _finish(self, row: int) -> None:
+        if row in self._unfinished:
+            self._finished.add(self._unfinished.pop(row))
+
+    @property
+    def of_sequences(self) -> SequenceTotals:
+        """What is one number per sequence, those that a cache may yet go on with as they are now."""
+        made = copy.deepcopy(self._finished)
+        for one in self._unfinished.values():
+            made.add(one)
+        return made
+
+    @property
+    def sink(self) -> Mean:
+        """alpha of each head."""
+        return self.of_sequences.sink
+
+    @property
+    def sink_rate(self) -> Mean:
+        """Whether each head's alpha is above eps."""
+        return self.of_sequences.sink_rate
+
+    @property
+    def strongest(self) -> Mean:
+        """The share of each head's strongest key."""
+        return self.of_sequences.strongest
+
+    @property
+    def strongest_at(self) -> list[Counter[tuple[int, int]]]:
+        """Where each head's strongest key was, (position, token number)."""
+        return self.of_sequences.strongest_at
+
+    @property
+    def early(self) -> Mean:
+        """The share of each head's strongest early key."""
+        return self.of_sequences.early
 
     def effective_ranks(self) -> list[float]:
         """Of each head's outputs over all tokens."""
