@@ -503,3 +503,64 @@ def test_what_is_one_number_per_sequence_counts_all_of_what_is_generated(name: s
         assert [sorted(at for at, _ in heads.elements()) for heads in seen.attention[own].strongest_at] == [
             sorted(at for at, _ in heads.elements()) for heads in b.strongest_at
         ]
+
+
+@pytest.mark.parametrize("pad", [0, None])
+@pytest.mark.parametrize("name", ["llama", "bart"])
+def test_what_generate_puts_behind_the_end_of_a_row_does_not_count(name: str, pad: int | None) -> None:
+    """It is padding, and the mask that `generate` makes says otherwise, since other rows go on."""
+    torch.manual_seed(2)
+    model, ids = spread(tiny.build(name)), torch.randint(3, 90, (3, 6))
+    model.generation_config.pad_token_id = model.config.pad_token_id = None
+    own, start = ("input_ids", 6) if name == "llama" else ("decoder_input_ids", 1)
+    options = {"attention_mask": torch.ones_like(ids), "max_new_tokens": 12, "do_sample": False}
+    with torch.no_grad():
+        end = int(model.generate(ids, eos_token_id=None, pad_token_id=0, **options)[0, start + 3])
+        with capture(model) as seen:
+            got = model.generate(ids, eos_token_id=end, pad_token_id=pad, **options)
+        lengths = [row.index(end) + 1 + start if end in row else len(row) + start for row in got[:, start:].tolist()]
+        assert min(lengths) < max(lengths) - 1
+        with capture(model) as alone:
+            for row, length in enumerate(lengths):
+                written = {own: got[row : row + 1, : min(length, got.shape[1] - 1)]}
+                model(**{"input_ids": ids[row : row + 1]} | written)
+    for name, b in alone.attention.items():
+        a = seen.attention[name]
+        assert (a.queries, a.sequences) == (b.queries, b.sequences), name
+        for number in ("first", "entropy", "norm", "strongest"):
+            near(getattr(a, number).value(4), getattr(b, number).value(4))
+    assert all(seen.streams[name].tokens == b.tokens for name, b in alone.streams.items())
+
+
+@pytest.mark.parametrize("option", [{"prompt_lookup_num_tokens": 3}, {"assistant_model": True}])
+def test_candidates_that_generate_takes_back_are_refused(option: dict[str, Any]) -> None:
+    model, ids = spread(tiny.build("llama")), batch("llama")["input_ids"][:1]
+    if "assistant_model" in option:
+        option = {"assistant_model": tiny.build("llama", num_hidden_layers=1)}
+    with pytest.raises(UnsupportedError, match="taken back"), torch.no_grad(), capture(model):
+        model.generate(ids, max_new_tokens=8, do_sample=False, pad_token_id=0, **option)
+    assert "generate" not in model.__dict__
+
+
+def test_a_cache_that_was_cut_is_refused() -> None:
+    model, ids = spread(tiny.build("llama")), batch("llama")["input_ids"]
+    with torch.no_grad(), capture(model):
+        out = model(input_ids=ids, use_cache=True)
+        word = "cache" if "cache" in out else "past_key_values"
+        model(input_ids=ids[:, :3], **{word: out[word]})
+        out[word].crop(-2)
+        with pytest.raises(UnsupportedError, match="taken back"):
+            model(input_ids=ids[:, -2:], **{word: out[word]})
+
+
+@pytest.mark.parametrize("padded", ["", "left"])
+def test_a_static_cache_behind_a_window_goes_on_with_the_sequence(padded: str) -> None:
+    """Its masks tell of the last keys alone."""
+    model, inputs = spread(tiny.build("mistral")), batch("mistral", padded)
+    options = {"max_new_tokens": 6, "min_new_tokens": 6, "do_sample": False, "pad_token_id": 0}
+    with torch.no_grad(), capture(model) as seen:
+        got = model.generate(**inputs, cache_implementation="static", **options)
+    mask = torch.cat([inputs["attention_mask"], torch.ones(2, 5, dtype=torch.long)], 1)
+    with torch.no_grad(), capture(model) as whole:
+        model(input_ids=got[:, :-1], attention_mask=mask)
+    same_numbers(seen, whole)

@@ -299,6 +299,7 @@ def capture(
     with contextlib.ExitStack() as undo:
         undo.enter_context(uncompiled(model))
         _watch_inputs(seen, undo)
+        undo.enter_context(seen.generating.watching(inner))
         born = {gate.module: (name, gate) for name, gate in native.native_gates(inner).items()}
         for row in rows.values():
             swap(row.module, Recorded)
@@ -326,11 +327,11 @@ def _watch_inputs(seen: Capture, undo: contextlib.ExitStack) -> None:
     inside: list[nn.Module] = []
 
     def enter(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if not inside and not recomputing():
+        inside.append(module)
+        if len(inside) == 1 and not recomputing():
             named = inspect.signature(type(module).forward).bind_partial(module, *args, **kwargs).arguments
             more = named.pop("kwargs", {})
             seen.see_inputs({**more, **named})
-        inside.append(module)
 
     def leave(*_: Any) -> None:
         inside.pop()

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from gated_attn.errors import SpecError, UnsupportedError
 from gated_attn.hf.families import Found
+from gated_attn.measure.generating import Generating
 from gated_attn.measure.streaming import Span
 from gated_attn.measure.tokens import Batch, Sequences
 from gated_attn.measure.totals import AttentionTotals, GateTotals, StreamTotals
@@ -111,12 +112,15 @@ class Capture:
         self.two_sides = bool(getattr(getattr(model, "config", None), "is_encoder_decoder", False))
         self._counts_tokens = ""
         self._told: dict[tuple[int, int], Sequences] = {}
+        self.generating = Generating()
 
     def see_inputs(self, inputs: Mapping[str, Any]) -> None:
         """The keywords that the model, or a part of it, is called with; its modules are called anew."""
         self.call = Calls().name
         self._told.clear()
-        self.batch = Batch.of(inputs)
+        self.batch = Batch.of(inputs, self.batch)
+        if ended := self.generating.ended(inputs, "decoder_input_ids" if self.two_sides else "input_ids"):
+            self.batch = self.batch.without(ended)
         ids_BL, class_of, tokens = self.batch.ids_BL, self.chosen.class_of, self.batch.tokens
         self.classes_BLC = None if class_of is None or ids_BL is None else class_of(ids_BL)
         if self.shows and self.ids is None and ids_BL is not None and tokens is not None and tokens.found:

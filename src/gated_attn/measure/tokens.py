@@ -5,8 +5,8 @@ Shapes: B batch, T queries, S keys, L tokens that the mask speaks of.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -58,6 +58,16 @@ class Sequences:
             found += [(row, a, b) for a, b in zip(starts, [*starts[1:], last + 1], strict=True)]
         return cls(rows, length, tuple(found), length if fresh is None else fresh)
 
+    def going_on(self, fresh: int) -> Sequences:
+        """With so many tokens more in each row that did not end before."""
+        found = tuple((row, a, b + fresh if b == self.length else b) for row, a, b in self.found)
+        return Sequences(self.rows, self.length + fresh, found, fresh)
+
+    def without(self, ended: Iterable[int]) -> Sequences:
+        """Without these rows, which are at their end."""
+        gone = set(ended)
+        return replace(self, found=tuple(one for one in self.found if one[0] not in gone))
+
     def spans(self, queries: int, keys: int, memory: Sequences | None = None) -> list[Span] | None:
         """Where each sequence's queries and keys lie in an attention call of these sizes; None where they are of another kind.
 
@@ -100,12 +110,26 @@ class Batch:
     ids_BL: Tensor | None = None
 
     @classmethod
-    def of(cls, inputs: Mapping[str, Any]) -> Batch:
-        """From the keywords of a transformers model's forward."""
-        return cls(_sequences(inputs, ""), _sequences(inputs, "decoder_"), inputs.get("input_ids"))
+    def of(cls, inputs: Mapping[str, Any], before: Batch | None = None) -> Batch:
+        """From the keywords of a transformers model's forward, and what the call before this one was told."""
+        last = cls() if before is None else before
+        sides = _sequences(inputs, "", last.tokens), _sequences(inputs, "decoder_", last.decoder)
+        return cls(*sides, inputs.get("input_ids"))
+
+    def without(self, ended: Iterable[int]) -> Batch:
+        """Without these rows on the side that writes."""
+        if self.decoder is not None:
+            return replace(self, decoder=self.decoder.without(ended))
+        return self if self.tokens is None else replace(self, tokens=self.tokens.without(ended))
 
 
-def _sequences(inputs: Mapping[str, Any], side: str) -> Sequences | None:
+def cache_of(inputs: Mapping[str, Any]) -> Any:
+    """The cache that a model is called with, or None."""
+    cache = inputs.get("cache")  # `past_key_values`, by its name before transformers 5.24
+    return inputs.get("past_key_values") if cache is None else cache
+
+
+def _sequences(inputs: Mapping[str, Any], side: str, before: Sequences | None) -> Sequences | None:
     """Of the encoder's (or only) side, or of the one whose keywords begin with `decoder_`."""
     tokens, mask = inputs.get(f"{side}input_ids"), inputs.get(f"{side}attention_mask")
     tokens = inputs.get(f"{side}inputs_embeds") if tokens is None else tokens
@@ -114,16 +138,21 @@ def _sequences(inputs: Mapping[str, Any], side: str) -> Sequences | None:
     if tokens is None:  # a decoder that goes on is told of its memory by the mask alone
         return None if flat_BL is None else Sequences.of(flat_BL.shape[0], flat_BL.shape[1], flat_BL)
     rows, fresh = tokens.shape[:2]
+    cache = cache_of(inputs) if side == "decoder_" or inputs.get("decoder_input_ids") is None else None
+    written = 0 if cache is None else int(cache.get_seq_length())  # asked before the cache takes the new tokens
     if isinstance(mask, Tensor) and mask.dim() == 4:
-        return _of_pairs(mask, rows, fresh)
-    cache = inputs.get("cache")  # `past_key_values`, by its name before transformers 5.24
-    cache = inputs.get("past_key_values") if cache is None else cache
-    writes = side == "decoder_" or inputs.get("decoder_input_ids") is None
-    length = fresh
-    if flat_BL is not None:
-        length = flat_BL.shape[1]
-    elif cache is not None and writes:
-        length += int(cache.get_seq_length())  # asked before the cache takes the new tokens
+        if mask.shape[3] >= written + fresh:
+            return _of_pairs(mask, rows, fresh)
+        if before is None or (before.rows, before.length) != (
+            rows,
+            written,
+        ):  # behind a window, it tells of the last keys alone
+            raise UnsupportedError(
+                f"a mask of {mask.shape[3]} keys, and the cache has read {written} tokens: nothing says where sequences begin; "
+                "capture from their first token on"
+            )
+        return before.going_on(fresh)
+    length = fresh + written if flat_BL is None else flat_BL.shape[1]
     positions_BL = inputs.get(f"{side}position_ids")
     begins_BL = None
     if positions_BL is not None and positions_BL.dim() == 2 and positions_BL.shape[1] == length:

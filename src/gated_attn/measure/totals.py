@@ -92,7 +92,7 @@ class Unfinished:
 
 
 def _sum(total: Tensor, more: Tensor, gone: int) -> Tensor:
-    """A new tensor: the sum along the last axis of two, the second of which begins `gone` places later, as far as either reaches."""
+    """The sum along the last axis of two tensors, the second of which begins `gone` places later, as far as either reaches."""
     made = more.new_zeros((*more.shape[:-1], max(total.shape[-1], gone + more.shape[-1])), device="cpu")
     made[..., : total.shape[-1]] = total
     made[..., gone : gone + more.shape[-1]] += more.cpu()
