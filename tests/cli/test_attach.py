@@ -44,6 +44,17 @@ def invoke(*arguments: object, code: int = 0) -> Any:
 
 
 @torch.no_grad()
+def test_a_sample_is_known_by_its_name(llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("gated_attn.hf.pretrained.folder", {"smollm2": llama}.__getitem__)
+    monkeypatch.chdir(tmp_path)
+    invoke("attach", "smollm2", "identity", "-o", "gated")
+    assert (tmp_path / "gated" / "tokenizer_config.json").is_file()
+    assert "has no attached gates" in str(CliRunner().invoke(app, ["verify", "smollm2"]).exception)
+    llama.rename(tmp_path / "minilm")
+    invoke("attach", "minilm", "identity", "-o", "other")  # a folder comes first
+
+
+@torch.no_grad()
 def test_a_saved_model_gets_gates_that_load_and_verify(llama: Path, tmp_path: Path) -> None:
     out = tmp_path / "gated"
     text = invoke("attach", llama, "identity", "-o", out).stdout

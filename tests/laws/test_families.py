@@ -391,6 +391,20 @@ def test_a_forward_patched_on_the_instance_is_refused() -> None:
     assert not gates(model)
 
 
+@torch.no_grad()
+def test_nothing_is_detached_by_halves() -> None:
+    model, inputs = wake(attach(build("llama"), "value:headwise:sigmoid")), batch("llama")
+    want, held = run(model, inputs), list(gates(model))
+    value = model.model.layers[1].self_attn.v_proj
+    nn.utils.parametrize.register_parametrization(value, "weight", nn.Identity())
+    with pytest.raises(UnsupportedError, match="undo that before detaching"):
+        detach(model)
+    assert list(gates(model)) == held
+    close(run(model, inputs), want)
+    nn.utils.parametrize.remove_parametrizations(value, "weight")
+    assert not gates(detach(model))
+
+
 @pytest.mark.parametrize(("cls", "config", "word"), [
     ("DebertaV2Model", {**LLM}, "DeBERTa computes its attention itself"),
     ("BloomModel", {"vocab_size": 97, "hidden_size": 24, "n_layer": 2, "n_head": 4}, "BLOOM computes"),

@@ -119,7 +119,7 @@ def export(
 
 @app.command()
 def attach(
-    model: Annotated[Path, typer.Argument(help="Folder of a transformers model.")],
+    model: Annotated[Path, typer.Argument(help="A folder, a sample such as smollm2 or minilm, or a name on the hub.")],
     spec: Annotated[str, typer.Argument(help="A gate spec or preset, such as identity.")],
     output: Annotated[Path, typer.Option("--output", "-o", help="Folder for the gated model.")],
     cross: Annotated[str | None, typer.Option(help="Another gate, or none, for cross attention.")] = None,

@@ -13,14 +13,15 @@ from gated_attn.errors import VerificationError
 def run(
     model: Path, spec: str, output: Path, cross: str | None, layers: str | None, names: list[str], *, as_json: bool
 ) -> None:
-    from gated_attn.cli.models import copy_beside, load_folder
+    from gated_attn.cli.models import copy_beside, load_folder, place
     from gated_attn.hf.attach import attach, gates
     from gated_attn.hf.inputs import example_inputs
     from gated_attn.hf.verify import verify
     from gated_attn.spec import GateSpec
 
     refuse_existing(output)
-    loaded = load_folder(model)
+    source = place(model)
+    loaded = load_folder(source)
     numbers = None if layers is None else GateSpec.parse(f"paper,layers={layers}").layers
     specs: Any = spec if cross is None else {"self": spec, "cross": cross}
     attach(loaded, specs, layers=numbers, names=names or None)
@@ -33,7 +34,7 @@ def run(
         raise VerificationError(f"the gates of {model} are not all wired, so nothing was written:\n{shown}")
     with drafted(output) as draft:
         loaded.save_pretrained(draft)
-        copy_beside(model, draft)
+        copy_beside(source, draft)
     own = {name: str(gate.spec) for name, gate in gates(loaded).items()}
     added = sum(p.numel() for gate in gates(loaded).values() for p in gate.parameters())
     total = sum(p.numel() for p in loaded.parameters())

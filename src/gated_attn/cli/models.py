@@ -30,7 +30,9 @@ def load(name: str, *, dtype: str = "auto", attn_implementation: str | None = No
     Raises CheckpointError for a folder that is not whole or a name that nobody knows, SampleError for a sample that cannot be had.
     """
     import torch
+    import transformers
 
+    transformers.utils.logging.disable_progress_bar()
     known = getattr(torch, dtype, None)
     if dtype != "auto" and not isinstance(known, torch.dtype):
         raise CheckpointError(
@@ -52,6 +54,19 @@ def load(name: str, *, dtype: str = "auto", attn_implementation: str | None = No
         except (ValueError, ImportError) as error:
             raise CheckpointError(f"--attn {attn_implementation}: {error}") from error
     return loaded
+
+
+def place(name: str | Path) -> Path:
+    """Where a model is that transformers loads: the folder of a sample, unless there is a folder of that name; else as it is."""
+    sample = None if Path(name).exists() else _sample(str(name))
+    if sample is None:
+        return Path(name)
+    import transformers
+
+    from gated_attn.hf import pretrained
+
+    transformers.utils.logging.disable_progress_bar()
+    return pretrained.folder(sample)
 
 
 def load_folder(place: str | Path, **options: Any) -> Any:

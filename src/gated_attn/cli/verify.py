@@ -7,11 +7,11 @@ from pathlib import Path
 
 
 def run(model: Path, *, as_json: bool) -> None:
-    from gated_attn.cli.models import load_folder
+    from gated_attn.cli.models import load_folder, place
     from gated_attn.hf.inputs import example_inputs
     from gated_attn.hf.verify import verify
 
-    loaded = load_folder(model)
+    loaded = load_folder(place(model))
     shown = verify(loaded, example_inputs(loaded))
     if as_json:
         rows = [

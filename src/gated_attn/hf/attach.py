@@ -20,7 +20,7 @@ from gated_attn.errors import SpecError, UnsupportedError, suggestion
 from gated_attn.gate import Gate
 from gated_attn.hf import families, native
 from gated_attn.hf.families import Found, Part, Sizes
-from gated_attn.hf.swap import Swapped, check_swappable, swap, unswap
+from gated_attn.hf.swap import Swapped, check_swappable, check_unswappable, swap, unswap
 from gated_attn.hf.wiring import GATE, OWNER, PLAN, Carrier, Follows, GatedLayer, GatedModule, Plan
 from gated_attn.spec import GateSpec, as_spec
 
@@ -118,12 +118,14 @@ def detach(model: nn.Module) -> nn.Module:
     """Take every gate out again: classes, children and state-dict keys are those from before, to the bit."""
     if not any(isinstance(module, Gate) for module in model.modules()):
         raise SpecError("this model has no gates to detach")
-    for module in list(model.modules()):
-        if isinstance(module, Swapped):
-            unswap(module)
-            for kept in (PLAN, OWNER):
-                module.__dict__.pop(kept, None)
-            module._modules.pop(GATE, None)
+    changed = [module for module in model.modules() if isinstance(module, Swapped)]
+    for module in changed:  # all of them, before the first is touched
+        check_unswappable(module)
+    for module in changed:
+        unswap(module)
+        for kept in (PLAN, OWNER):
+            module.__dict__.pop(kept, None)
+        module._modules.pop(GATE, None)
     from gated_attn.hf import plain
 
     return plain.detach(model)

@@ -64,12 +64,18 @@ def swap(module: nn.Module, mixin: type[Swapped]) -> None:
     _rebind(module)
 
 
-def unswap(module: nn.Module) -> None:
-    """Give the module its own class back."""
+def check_unswappable(module: nn.Module) -> None:
+    """UnsupportedError if something else made a class of the swapped one since."""
     if vars(type(module)).get("gated_base") is None:
         raise UnsupportedError(
-            f"{type(module).__name__} was made of a gated module since (by fully_shard, say); undo that before detaching"
+            f"{type(module).__name__} was made of a gated module since (by fully_shard or parametrize, say); undo that before "
+            "detaching"
         )
+
+
+def unswap(module: nn.Module) -> None:
+    """Give the module its own class back."""
+    check_unswappable(module)
     module.__class__ = type(module).gated_base  # type: ignore[attr-defined]
     _rebind(module)
 
