@@ -554,9 +554,10 @@ def test_a_cache_that_was_cut_is_refused() -> None:
 
 
 @pytest.mark.parametrize("padded", ["", "left"])
-def test_a_static_cache_behind_a_window_goes_on_with_the_sequence(padded: str) -> None:
-    """Its masks tell of the last keys alone."""
-    model, inputs = spread(tiny.build("mistral")), batch("mistral", padded)
+@pytest.mark.parametrize("name", ["mistral", "gemma3"])
+def test_a_static_cache_behind_a_window_goes_on_with_the_sequence(name: str, padded: str) -> None:
+    """Its masks, Gemma's by kind of layer, tell of the last keys alone."""
+    model, inputs = spread(tiny.build(name)), batch(name, padded)
     options = {"max_new_tokens": 6, "min_new_tokens": 6, "do_sample": False, "pad_token_id": 0}
     with torch.no_grad(), capture(model) as seen:
         got = model.generate(**inputs, cache_implementation="static", **options)

@@ -133,7 +133,9 @@ def _sequences(inputs: Mapping[str, Any], side: str, before: Sequences | None) -
     """Of the encoder's (or only) side, or of the one whose keywords begin with `decoder_`."""
     tokens, mask = inputs.get(f"{side}input_ids"), inputs.get(f"{side}attention_mask")
     tokens = inputs.get(f"{side}inputs_embeds") if tokens is None else tokens
-    mask = mask.get("full_attention") if isinstance(mask, dict) else mask
+    if isinstance(mask, dict):  # by kind of layer; behind a window the one tells less
+        masks = [mask.get("full_attention"), *mask.values()]
+        mask = next((one for one in masks if one is not None), None)
     flat_BL = mask if isinstance(mask, Tensor) and mask.dim() == 2 else None
     if tokens is None:  # a decoder that goes on is told of its memory by the mask alone
         return None if flat_BL is None else Sequences.of(flat_BL.shape[0], flat_BL.shape[1], flat_BL)
