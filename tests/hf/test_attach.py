@@ -18,7 +18,9 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from gated_attn.errors import SpecError, UnsupportedError
 from gated_attn.hf import gates
 from gated_attn.hf.attach import attach, detach
+from gated_attn.hf.swap import unswap
 from gated_attn.hf.verify import verify
+from gated_attn.hf.wiring import Carrier, GatedLayer
 from tests.hf.tiny import build, wake
 
 IDS = torch.arange(3, 21).view(2, 9)
@@ -181,6 +183,23 @@ def test_a_gated_layer_may_be_replaced_through_add_module() -> None:
         layer.self_attn.add_module("v_proj", twin)
     assert torch.equal(logits(model), want)
     assert verify(model, {"input_ids": IDS}).ok
+
+
+@pytest.mark.parametrize("spec", ["value:headwise", "key:headwise", "dense:headwise"])
+@pytest.mark.parametrize("name", ["llama", "qwen3", "gpt2", "bert"])
+def test_a_gated_layer_that_is_replaced_behind_our_back_is_an_error(name: str, spec: str) -> None:
+    """As old quantisers do; its gate would be skipped in silence."""
+    model = wake(attach(build(name), spec))
+    ids = torch.arange(3, 12)[None]
+    model(input_ids=ids)
+    for module in list(model.modules()):
+        for child, layer in list(module._modules.items()):
+            if isinstance(layer, (GatedLayer, Carrier)):
+                plain = copy.deepcopy(layer)
+                unswap(plain)
+                module._modules[child] = plain
+    with pytest.raises((UnsupportedError, RuntimeError)):
+        model(input_ids=ids)
 
 
 def test_gpt2s_own_upcast_attention_is_refused() -> None:

@@ -251,7 +251,7 @@ def _plan(model: nn.Module, row: Found, spec: GateSpec) -> tuple[Gate, list[Chan
     gate = make_gate(model, row, spec, families.in_features(layer), size, layer)
     norm = getattr(module, family.norms["qk".index(letter)], None) if family.norm and letter != "v" else None
     if norm is None:
-        return gate, [Change(module, Follows, Plan()), Change(layer, GatedLayer, _rows(part, letter, size))]
+        return gate, [Change(module, Follows, Plan(follows=True)), Change(layer, GatedLayer, _rows(part, letter, size))]
     assert family.norm is not None
     groups = size.heads if letter == "q" else size.kv_heads
     width, carried = groups * size.head_dim, max(gate.n_in if spec.source == "hidden" else 0, 1)
@@ -260,7 +260,7 @@ def _plan(model: nn.Module, row: Found, spec: GateSpec) -> tuple[Gate, list[Chan
         channels=size.head_dim,
     )  # fmt: skip
     return gate, [
-        Change(module, Follows, Plan()),
+        Change(module, Follows, Plan(follows=True)),
         Change(layer, Carrier, Plan(carried=carried, channels=size.head_dim)),
         Change(norm, GatedLayer, behind),
     ]

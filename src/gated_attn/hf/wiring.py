@@ -56,6 +56,8 @@ class ConfigView:
 class Follows(Swapped):
     """A module that hands a gated child's gate on to whatever takes the child's place: a LoRA layer, or what it wrapped."""
 
+    _modules: dict[str, nn.Module | None]
+
     def __setattr__(self, name: str, value: Any) -> None:
         old = self.__dict__.get("_modules", {}).get(name)
         super().__setattr__(name, value)
@@ -67,6 +69,19 @@ class Follows(Swapped):
             setattr(self, name, module)
         else:
             super().add_module(name, module)  # type: ignore[misc]
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        plan: Plan | None = self.__dict__.get(PLAN)
+        if (
+            plan is not None
+            and plan.follows
+            and not any(isinstance(m, (GatedLayer, Carrier)) for m in self._modules.values())
+        ):
+            raise UnsupportedError(
+                f"the layer that the gate of this {self.gated_base.__name__} multiplies was replaced in `_modules`; "
+                "set the new one as an attribute, as setattr and set_submodule do"
+            )
+        return super().forward(*args, **kwargs)  # type: ignore[misc]
 
 
 class GatedModule(Follows):
@@ -94,7 +109,7 @@ class GatedModule(Follows):
             handover = Handover(None, (x := _hidden(args, kwargs)), x[..., : plan.carried])
         else:
             handover = Handover(None, _hidden(args, kwargs))
-        out = super().forward(*args, attn_gate=handover, **kwargs)  # type: ignore[misc]
+        out = super().forward(*args, attn_gate=handover, **kwargs)
         if not handover.taken:
             raise UnsupportedError(
                 f"the gate did not reach the attention function of {self.gated_base.__name__}: this path of its forward does not "
@@ -109,6 +124,7 @@ class Plan:
 
     Fields:
         inside: the gate is handed to the attention function.
+        follows: one of the module's own children is gated.
         carried: so many channels of x travel behind the module's own output (0: none).
         outer, inner, start, size: the rows to multiply: the output as (outer, inner) channels, of which `size` from
             `start` on are gated, in heads of `channels`.
@@ -117,6 +133,7 @@ class Plan:
     """
 
     inside: bool = False
+    follows: bool = False
     carried: int = 0
     outer: int = 1
     inner: int = 0
