@@ -19,7 +19,8 @@ from torch import Tensor, nn
 from gated_attn.errors import SpecError, UnsupportedError, suggestion
 from gated_attn.gate import Gate
 from gated_attn.hf import families, native
-from gated_attn.hf.families import Found, Part, Sizes
+from gated_attn.hf.families import Found, Part
+from gated_attn.hf.layouts import Sizes
 from gated_attn.hf.swap import Swapped, check_swappable, check_unswappable, swap, unswap
 from gated_attn.hf.wiring import GATE, OWNER, PLAN, Carrier, Follows, GatedLayer, GatedModule, Plan
 from gated_attn.spec import GateSpec, as_spec

@@ -12,6 +12,8 @@ from typing import Any, NamedTuple
 
 from torch import nn
 
+from gated_attn.hf.layouts import Sizes
+
 
 @dataclass(frozen=True)
 class Part:
@@ -162,16 +164,8 @@ def read(module: nn.Module, path: str) -> Any:
     return reduce(getattr, path.split("."), module)
 
 
-class Sizes(NamedTuple):
-    """A module's heads H, key/value heads K and head width E."""
-
-    heads: int
-    kv_heads: int
-    head_dim: int
-
-
 def sizes(module: nn.Module, family: Family) -> Sizes:
-    """What the row's paths say about this module."""
+    """What the row's paths say about this module: its heads H, key/value heads K and head width E."""
     return Sizes(*(int(read(module, path)) for path in (family.heads, family.kv_heads, family.head_dim)))
 
 

@@ -253,7 +253,7 @@ def _attention(model: nn.Module, name: str, family: Family, names: Mapping[int, 
     module = model.get_submodule(name)
     native = row_of(module)
     gate = native.layer if native is not None and native.layout == "separate" else ""
-    sizes = Sizes(*families.sizes(module, family))
+    sizes = families.sizes(module, family)
     outputs = _projections(module, family, sizes, names)
     if gate:
         layer = families.read(module, gate)

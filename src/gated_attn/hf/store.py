@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import os
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple
 
@@ -243,7 +243,7 @@ def _sized(row: Found, spec: str) -> SavedGate:
         dim = plain.width(row, "output")
     else:
         dim = families.in_features(families.read(row.module, row.family.q.child))
-    return SavedGate(spec=spec, dim=dim, **families.sizes(row.module, row.family)._asdict())
+    return SavedGate(spec=spec, dim=dim, **asdict(families.sizes(row.module, row.family)))
 
 
 def _tensors(there: Iterable[Placed]) -> dict[str, Tensor]:
