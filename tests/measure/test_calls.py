@@ -84,6 +84,14 @@ def test_what_is_not_understood_is_refused(options: dict[str, Any]) -> None:
         scores_of("sdpa", Module(), *qk(), None, options)
 
 
+@pytest.mark.parametrize("name", ["mine", "gated_attn|mine", "sdpa_paged"])
+def test_a_function_that_is_not_known_is_refused(name: str) -> None:
+    """It may mask or scale as it likes."""
+    q = torch.randn(1, 2, 3, 4)
+    with pytest.raises(UnsupportedError, match="does not know what attn_implementation="):
+        scores_of(name, nn.Module(), q, q, None, {})
+
+
 def test_packed_lengths_without_a_mask_are_refused_for_flash_alone() -> None:
     lengths = {"cu_seq_lens_q": torch.tensor([0, 2, 5])}
     assert scores_of("sdpa", Module(), *qk(), torch.ones(1, 1, T, S, dtype=torch.bool), lengths).keep is not None

@@ -27,13 +27,21 @@ READ = (
     "is_causal",
     "attn_gate",
 )
+KNOWN = ("eager", "sdpa", "flex_attention", NAME)
+"""Implementations whose scores are understood, beside those of flash attention; others may mask or scale as they like."""
+
 PACKED = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
 """Lengths of packed documents, which the mask repeats; flash attention alone reads them instead of a mask."""
 
 
 def scores_of(name: str, module: nn.Module, query: Tensor, key: Tensor, mask: Any, kwargs: Mapping[str, Any]) -> Scores:
-    """The scores of a call of the attention function `name`; UnsupportedError for a keyword that is not understood."""
+    """The scores of a call of the attention function `name`; UnsupportedError for what is not understood."""
     flash = "flash" in name
+    if not flash and name.removeprefix(PREFIX) not in KNOWN:
+        raise UnsupportedError(
+            f"capture does not know what attn_implementation={name.removeprefix(PREFIX)!r} computes; set another, such as "
+            "'sdpa' or 'eager'"
+        )
     for word, value in kwargs.items():
         harmless = word in HARMLESS or word in READ or (word in PACKED and not (flash and mask is None))
         if value is not None and value is not False and not harmless:
