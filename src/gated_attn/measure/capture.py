@@ -175,7 +175,8 @@ class _Watch:
         reads_input, ids_BL = capture.reads_input(self.row), capture.batch.ids_BL
         ids_S = ids_BL[span.row, span.key_start : span.key_stop] if reads_input and ids_BL is not None else None
         fits = ids_S is not None and len(ids_S) == span.key_stop - span.key_start
-        capture.attention[own].add(summary, chosen_THE, ids_S if fits else None, head_norms(out_THE).mean(), span.row)
+        row = None if chosen.whole else span.row
+        capture.attention[own].add(summary, chosen_THE, ids_S if fits else None, head_norms(out_THE).mean(), row)
         if call.is_sink:
             gate_name, _, again = own.partition(AGAIN)
             name = f"{gate_name}.attn_gate{AGAIN * bool(again)}{again}"

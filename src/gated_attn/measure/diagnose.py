@@ -21,6 +21,7 @@ from gated_attn.measure.environment import environment
 from gated_attn.measure.memory import PeakMemory
 from gated_attn.measure.seen import RANGES
 from gated_attn.measure.texts import CLASSES, classifier, written
+from gated_attn.measure.tokens import cache_of
 from gated_attn.measure.totals import BINS, EARLY, AttentionTotals
 from gated_attn.records import (
     AttentionStat,
@@ -82,7 +83,8 @@ def diagnose(
         raise RecipeError("there is nothing to read: pass at least one batch")
     class_of = None if tokenizer is None else classifier(tokenizer)
     chosen = Chosen(
-        None if heads is None else tuple(heads), queries, sink_tokens, sink_eps, CLASSES if class_of else (), class_of, shown
+        None if heads is None else tuple(heads), queries, sink_tokens, sink_eps, CLASSES if class_of else (), class_of, shown,
+        whole=all(cache_of(batch) is None for batch in batches),
     )  # fmt: skip
     seconds = {"plain": 0.0, "watched": 0.0}
     peaks = {"plain": PeakMemory(), "watched": PeakMemory()}

@@ -47,6 +47,7 @@ class Chosen:
         sink_tokens, sink_eps: T and eps of the sink rate.
         classes: names of token classes, and what says for token numbers (B, L) which each token is in, bool (B, L, C).
         shown: so many tokens of the first sequence are kept one by one.
+        whole: no call goes on with the sequences of one before, so that nothing is kept of them.
     """
 
     heads: tuple[int, ...] | None = None
@@ -56,6 +57,7 @@ class Chosen:
     classes: tuple[str, ...] = ()
     class_of: Callable[[Tensor], Tensor] | None = None
     shown: int = 0
+    whole: bool = False
 
     def __post_init__(self) -> None:
         heads = self.heads
