@@ -48,7 +48,7 @@ def test_what_is_no_record_is_refused(tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
     for path, told in (
         ("none", "does not exist: pass a record"),
-        ("empty", "holds none of diagnosis.json, compare.json, run.json, health.json"),
+        ("empty", "holds none of diagnosis.json, transfer.json, compare.json, run.json, health.json"),
         ("text.json", "is not a record: not JSON"),
         ("other.json", "has format 'something'; a report is made of gated-attn.diagnosis"),
     ):
